@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.recording.overhead import DetailSchedule
 from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 from tests.distributed import dimension_driver
 from tests.distributed.dimension_driver import BATCH, LAYOUTS, WIDTH, Training
@@ -39,11 +40,15 @@ def is_detailed(step: int) -> bool:
     return step < FIRST_PLAIN or (step - FIRST_PLAIN) // BLOCK % 2 == 1
 
 
-class _Chosen:
+class _Chosen(DetailSchedule):
     """A schedule that the test chooses."""
 
-    def __init__(self, is_detailed: Callable[[int], bool]) -> None:
-        self.is_detailed = is_detailed
+    def __init__(self, choice: Callable[[int], bool]) -> None:
+        super().__init__(num_first=0, budget=1.0)
+        self._choice = choice
+
+    def is_detailed(self, step: int) -> bool:
+        return self._choice(step)
 
 
 def train(training: Training, recorder: Recorder | None, *, evaluates: bool) -> list[float]:
@@ -73,7 +78,7 @@ def watch(
         attachment = recorder._attachment
         assert attachment is not None
         assert attachment._control is not None
-        attachment._control.schedule = _Chosen(chosen)  # type: ignore[assignment]
+        attachment._control.schedule = _Chosen(chosen)
         losses = train(training, recorder, evaluates=evaluates)
         box = attachment.session.black_box
         assert box is not None
@@ -97,7 +102,7 @@ def fail(folder: Path) -> None:
         attachment = recorder._attachment
         assert attachment is not None
         assert attachment._control is not None
-        attachment._control.schedule = _Chosen(is_detailed)  # type: ignore[assignment]
+        attachment._control.schedule = _Chosen(is_detailed)
         optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
         for step in range(NUM_STEPS):
             if step == FIRST_PLAIN + 1:
