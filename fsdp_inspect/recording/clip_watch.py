@@ -23,8 +23,8 @@ from fsdp_inspect.recording.torch_api.autograd import CLIPS
 from fsdp_inspect.trace.correctness import ClipSeen
 
 _PLACES = 4
-_CALLS = 32
-"""Calls of each line that are judged."""
+_CALLS = 64
+"""Calls that are judged: a loop may clip each parameter by itself."""
 _PARAMETERS = 8
 
 
@@ -60,6 +60,7 @@ class ClipWatch:
         self._num_backwards = 0
         """Backwards since the last update."""
         self._has_updated = False
+        self._num_calls = 0
         self._last: _Call | None = None
 
     @property
@@ -100,12 +101,13 @@ class ClipWatch:
         is_number = isinstance(limit, int | float)
         if is_number and not math.isfinite(limit):  # it only measures the norm
             return
+        self._num_calls += 1
+        if self._num_calls > _CALLS:
+            return
         place = find_calling_line(sys._getframe(1))
         if place not in self._seen and len(self._seen) >= _PLACES:
             return
         before = self._seen.get(place, ClipSeen(place=place, limit=0.0))
-        if before.num_calls >= _CALLS:
-            return
         held = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         known = held if isinstance(held, list | tuple) else ()  # a generator has ended
         with_gradient = [each for each in known if each.grad is not None][:_PARAMETERS]

@@ -79,7 +79,7 @@ class TrainingChecks:
         self._accumulation = AccumulationWatch()
         self._seen = TrainingSeen()
         self._windows = WindowWatch()
-        self._clips = ClipWatch(lambda observe: self._quietly(observe, is_early=False))
+        self._clips = ClipWatch(self._quietly)
         self._batches = BatchWatch()
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._num_noted = 0
@@ -234,7 +234,7 @@ class TrainingChecks:
         may_read = self._session.tracker is None
         self._quietly(lambda: self._accumulation.before_backward(may_read=may_read))
         self._quietly(self._see_backward)
-        self._quietly(self._clips.before_backward, is_early=False)
+        self._quietly(self._clips.before_backward)
         self._quietly(self._windows.note_backward, is_early=False)
         self._batches.forget()
 
@@ -247,7 +247,7 @@ class TrainingChecks:
     def after_backward(self) -> None:
         """Observe the gradients that a backward left."""
         self._quietly(self._accumulation.after_backward)
-        self._quietly(self._clips.after_backward, is_early=False)
+        self._quietly(self._clips.after_backward)
         if (samples := self._samples) is not None:
             self._quietly(samples.after_backward, is_early=False)
 

@@ -60,7 +60,7 @@ def batches(*, seed: int | None = None, valid: int = _LENGTH) -> Iterator[Batch]
 
 
 def loss_of(model: nn.Module, batch: Batch, **options: str) -> torch.Tensor:
-    logits = model(batch[0])
+    logits = model(batch[0]).float()
     return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), **options)
 
 

@@ -880,7 +880,11 @@ def autocast_to_the_same_dtype(folder: Path, sharder: str) -> None:
 
 @loop("fsdp2", note="The loss is computed in bfloat16.")
 def loss_in_bfloat16(folder: Path, sharder: str) -> None:
-    train(folder, Setup(sharder, mp_policy=HALF), plain_step)
+    def step(setup: Setup, number: int, batch: Batch) -> None:
+        logits = setup.model(batch[0])
+        F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()).backward()
+
+    train(folder, Setup(sharder, mp_policy=HALF), step)
 
 
 @loop("fsdp2")
