@@ -102,7 +102,7 @@ def run_end(
             code = job.wait(_LIMIT_S)
         finally:
             ended_ns = time.monotonic_ns()
-            job.kill()
+            _kill(job)
     begun_ns = int(fault.read_text()) if fault.exists() else ended_ns
     outlived_s = _await_processes_of(str(folder))
     logs = sorted(folder.glob("logs/*/attempt_*/*/stderr.log"))
@@ -116,6 +116,14 @@ def run_end(
         outlived_s=outlived_s,
         stderr="\n".join([own, *printed.values()]),
     )
+
+
+def _kill(job: subprocess.Popen[bytes]) -> None:
+    """Kill a job that has not ended, with its ranks."""
+    if job.poll() is None:
+        for each in psutil.Process(job.pid).children(recursive=True):
+            each.kill()
+    job.kill()
 
 
 def find_differences(plain: JobEnd, recorded: JobEnd) -> list[str]:

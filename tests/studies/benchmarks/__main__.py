@@ -46,7 +46,12 @@ def _overhead(options: argparse.Namespace, folder: Path) -> list[Figure]:
 def _budget(options: argparse.Namespace, folder: Path) -> list[Figure]:
     from tests.studies.benchmarks.budget import measure_budget
 
-    return measure_budget(folder, rounds=options.budget_rounds, steps=options.budget_steps)
+    return measure_budget(
+        folder,
+        rounds=options.budget_rounds,
+        steps=options.budget_steps,
+        budgets=options.budgets,
+    )
 
 
 def _accuracy(options: argparse.Namespace, folder: Path) -> list[Figure]:
@@ -164,6 +169,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     _add_count(parser, "--rounds", 120, "paired rounds of the overhead benchmark")
     _add_count(parser, "--steps-per-window", 8, "steps of one mode in one round")
+    parser.add_argument("--budgets", nargs="+", default=["1%", "3%"], metavar="BUDGET")
     _add_count(parser, "--budget-rounds", 12, "paired rounds of the budget benchmark")
     _add_count(parser, "--budget-steps", 500, "steps of one mode in one of these rounds", 100)
     _add_count(parser, "--repeats", 1000, "pairs of the event benchmark")

@@ -12,7 +12,7 @@ measurement from outside.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,13 @@ def _measure_rank(runtime: Runtime, folder: Path, options: dict[str, Any]) -> di
     return {"samples": samples}
 
 
-def measure_budget(folder: Path, *, rounds: int, steps: int) -> list[Figure]:
+def measure_budget(
+    folder: Path, *, rounds: int, steps: int, budgets: Sequence[str] = BUDGETS
+) -> list[Figure]:
     """Measure recordings with budgets on two gloo ranks, in windows of `steps` steps."""
     return [
         figure
-        for budget in BUDGETS
+        for budget in budgets
         for figure in _measure_one(folder / budget.strip("%"), budget, rounds, steps)
     ]
 

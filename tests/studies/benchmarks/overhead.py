@@ -130,6 +130,7 @@ class Recorded:
             memory_steps=(),
             device_interval_s=0,  # the sampler would run in every mode; see `around`
             overhead=overhead,
+            hang_after_s=3600.0,  # it sees nothing in the windows of the other modes
             print_verdict=False,
         )
         self.loop = workload.loop(self.recorder)
