@@ -52,6 +52,8 @@ def shard_without_root(model: TimedModel) -> None:
 class Replay:
     """A few recorded steps of a virtual schedule: the true times, and the recorded ones."""
 
+    num_steps = 4
+
     def begin_step(self) -> None:
         """Wait for the device, like a loop that prints its loss."""
         self.device.now_ns = max(self.device.now_ns, self.device.compute.free_ns)
@@ -70,11 +72,12 @@ class Replay:
         shard: Callable[[TimedModel], None] = shard_blocks_and_root,
         prepare: Callable[[Any], object] | None = None,
         plain: Collection[int] = (),
-        num_steps: int = 4,
+        num_steps: int | None = None,
     ) -> None:
         """`copy_ms` is the time of a copy into an all-gather; `prepare` changes the model."""
         self.device = VirtualDevice()
-        self._plain, self._num_steps = plain, num_steps
+        self._plain = plain
+        self.num_steps = num_steps or self.num_steps
         self._shard = shard
         self._prepare = prepare
         with fsdp_on(self.device, copy_ns=int(copy_ms * MS)):
@@ -108,7 +111,7 @@ class Replay:
         instruments = Instruments(session, sharder, probe, None, lambda optimizer: None)
         instruments.attach()
         inputs = torch.randn(2, 16, requires_grad=True)
-        for step in range(self._num_steps):
+        for step in range(self.num_steps):
             if session.detail == (step in self._plain):
                 instruments.choose_detail(step not in self._plain)
             self.begin_step()
