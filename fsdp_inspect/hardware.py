@@ -209,7 +209,6 @@ _A5000 = replace(
 _RTX6000_ADA = replace(
     _A6000,
     name="RTX 6000 Ada",
-    architecture="geforce",
     bf16_flops=364.2e12,
     fp32_flops=91.1e12,
     fp8_flops=728.5e12,
@@ -252,7 +251,6 @@ _RTX4090 = Gpu(
 _RTX3090 = replace(
     _RTX4090,
     name="RTX 3090",
-    architecture="geforce",
     memory_bytes=round(23.7 * _GIB),
     bf16_flops=71.2e12,
     fp32_flops=35.6e12,

@@ -107,6 +107,11 @@ class Summary(RunHeading, Result):
     recorder: RecorderCost | None
     """What the recorder cost; None: not recorded."""
 
+    @property
+    def recorder_sentence(self) -> str | None:
+        """`RecorderCost.sentence`; None if there is nothing to state."""
+        return None if self.recorder is None else self.recorder.sentence
+
 
 def measure_summary(run: RunSource) -> Summary:
     """Run all analyses of a run.

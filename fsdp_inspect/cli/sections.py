@@ -102,8 +102,8 @@ def summary(  # noqa: PLR0913 - one argument an option
         print()
     if verdict:
         print_renderable(render_verdict(measured.verdict, run=run))
-        if measured.recorder is not None and measured.recorder.sentence is not None:
-            print_renderable(dim(f"  {measured.recorder.sentence}"))
+        if measured.recorder_sentence is not None:
+            print_renderable(dim(f"  {measured.recorder_sentence}"))
     else:
         print_renderable(render_summary(measured, run=run))
 

@@ -497,7 +497,7 @@ class Attachment:
     def _make_control(self) -> OverheadControl | None:
         """Choose the detailed steps; None: all of them. Emulated times do not contain a cost."""
         budget = self._options.overhead
-        if budget is None or self._emulation is not None or self._manifest.source == "emulated":
+        if budget is None or self._emulation is not None:
             return None
         num_first = max(self._options.warmup_steps, *self._memory_steps.steps, 0)
         return OverheadControl(
@@ -521,9 +521,9 @@ class Attachment:
 
     def _watch(self) -> Surveillance | None:
         """Watch for hangs and desyncs; None under emulation, which has no other ranks."""
-        self._control = self._make_control()
         if self.session.black_box is None:
             return None
+        self._control = self._make_control()
         settings = WatchSettings(
             rank=self._rank,
             world_size=dist.get_world_size(),

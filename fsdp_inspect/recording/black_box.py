@@ -116,29 +116,6 @@ class Order:
             self.digests = Digests(digests.first + surplus, digests[surplus:])
 
 
-class RepeatedEntry:
-    """The fields of an entry that are equal in each step; all but `message_bytes` are constant."""
-
-    __slots__ = ("dtype", "group", "kind", "message_bytes", "order", "unit")
-
-    def __init__(
-        self,
-        kind: int,
-        unit: int,
-        group: dist.ProcessGroup,
-        message_bytes: int,
-        dtype: int,
-        order: Order,
-    ) -> None:
-        """A collective of a unit; `kind` is neither a message nor an all-to-all."""
-        self.kind = int(kind)
-        self.unit = unit
-        self.group = group
-        self.message_bytes = message_bytes
-        self.dtype = dtype
-        self.order = order
-
-
 class BlackBoxWriter:
     """The black box of this rank, in memory.
 
@@ -247,53 +224,6 @@ class BlackBoxWriter:
             return number
         finally:
             self._issuing.release()
-
-    def issue_again(
-        self, entry: RepeatedEntry, phase: int, step: int, microbatch: int, place: int, state: int
-    ) -> int:
-        """Do the same as `issue`, in one function, for a collective that is issued in each step.
-
-        Plain steps consist of such calls: see [Note: Cold code] in `unit_timing`.
-        """
-        self._issuing.acquire()
-        try:
-            order = entry.order
-            digests, digest = order.digests, order.last
-            sequence = digests.first + len(digests) - 1
-            if not state:
-                key = digest, entry.kind, entry.unit, entry.message_bytes, entry.dtype, step
-                digest = hash(key) & _DIGEST_MASK
-            order.last = digest
-            digests.append(digest)
-            number = self.num_issued + 1
-            ENTRY_STRUCT.pack_into(
-                self._buffer,
-                HEADER_BYTES + number % CAPACITY * _ENTRY_BYTES,
-                self._now(),
-                0,
-                entry.message_bytes,
-                digest,
-                number,
-                sequence,
-                step,
-                entry.unit,
-                place,
-                order.index,
-                microbatch & 0xFFFF,
-                entry.kind,
-                phase,
-                entry.dtype,
-                state,
-                0,
-            )
-            self.num_issued = number
-            return number
-        finally:
-            self._issuing.release()
-
-    def order_of(self, group: dist.ProcessGroup) -> Order:
-        """The order of a group's collectives."""
-        return self._order_of.get(group) or self._add_group(group)
 
     def finish(self, number: int, ns: int) -> None:
         """Note the end of an entry."""

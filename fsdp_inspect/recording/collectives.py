@@ -328,14 +328,23 @@ class UnrecordedEnd:
         self.end = end
 
 
-def note_only_end(session: Session, number: int, result: Any) -> None:
-    """Note that a collective of a plain step has returned.
+def run_plain(session: Session, number: int, collective: Callable[[], Any]) -> Any:
+    """Run a collective of a plain step, which only the black box notes.
 
     Args:
         session: The recording.
         number: Its number in the black box; 0: none.
-        result: What it returned.
+        collective: Issues it.
+
+    Returns:
+        The result of `collective`.
     """
+    result = run_inside_collective(session, collective)
+    _note_plain_end(session, number, result)
+    return result
+
+
+def _note_plain_end(session: Session, number: int, result: Any) -> None:
     box = session.black_box
     if not number or box is None:
         return
@@ -453,7 +462,6 @@ class CollectiveHooks(Protocol):
 def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) -> Any:
     """Return an all-gather object like `inner` whose calls `hooks` times."""
     original, original_allocate = type(inner).__call__, type(inner).allocate
-    depths = session.depths
 
     def call(
         self: Any,
@@ -462,22 +470,6 @@ def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) ->
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        if not session.detail:
-            number, thread = hooks.before_plain(_ALL_GATHER, output_tensor, group), get_ident()
-            outer = depths.get(thread, 0)
-            depths[thread] = outer + 1
-            try:
-                work = original(
-                    self,
-                    output_tensor=output_tensor,
-                    input_tensor=input_tensor,
-                    group=group,
-                    async_op=async_op,
-                )
-            finally:
-                depths[thread] = outer
-            note_only_end(session, number, work)
-            return work
         collective = partial(
             original,
             self,
@@ -486,6 +478,9 @@ def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) ->
             group=group,
             async_op=async_op,
         )
+        if not session.detail:
+            number = hooks.before_plain(_ALL_GATHER, output_tensor, group)
+            return run_plain(session, number, collective)
         issue = hooks.before_collective(_ALL_GATHER, output_tensor, group)
         if issue is None:
             return collective()
@@ -506,7 +501,6 @@ def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) ->
 def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks) -> Any:
     """Return a reduce-scatter object like `inner` whose calls `hooks` times."""
     original, original_allocate = type(inner).__call__, type(inner).allocate
-    depths = session.depths
 
     def call(
         self: Any,
@@ -516,23 +510,6 @@ def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        if not session.detail:
-            number, thread = hooks.before_plain(_REDUCE_SCATTER, input_tensor, group), get_ident()
-            outer = depths.get(thread, 0)
-            depths[thread] = outer + 1
-            try:
-                work = original(
-                    self,
-                    output_tensor=output_tensor,
-                    input_tensor=input_tensor,
-                    group=group,
-                    op=op,
-                    async_op=async_op,
-                )
-            finally:
-                depths[thread] = outer
-            note_only_end(session, number, work)
-            return work
         collective = partial(
             original,
             self,
@@ -542,6 +519,9 @@ def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks
             op=op,
             async_op=async_op,
         )
+        if not session.detail:
+            number = hooks.before_plain(_REDUCE_SCATTER, input_tensor, group)
+            return run_plain(session, number, collective)
         issue = hooks.before_collective(_REDUCE_SCATTER, input_tensor, group)
         if issue is None:
             return collective()

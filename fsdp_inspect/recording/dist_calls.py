@@ -34,8 +34,8 @@ import torch.distributed.distributed_c10d as c10d
 from fsdp_inspect.recording.collectives import (
     Communication,
     TimedWork,
-    note_only_end,
     run_inside_collective,
+    run_plain,
 )
 from fsdp_inspect.recording.dispatcher_kernels import observe
 from fsdp_inspect.recording.emulated_network import Transfer
@@ -261,9 +261,7 @@ class DistCalls:
                     lambda: self._note_plain(kind, chosen(), pick("group", args, kwargs))
                 )
                 call = functools.partial(original, *args, **kwargs)
-                result = run_inside_collective(self._session, call)
-                note_only_end(self._session, number or 0, result)
-                return result
+                return run_plain(self._session, number or 0, call)
             communication = None
             try:
                 message, group = pick(argument, args, kwargs), pick("group", args, kwargs)

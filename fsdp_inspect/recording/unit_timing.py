@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fsdp_inspect.recording.black_box import RepeatedEntry
 from fsdp_inspect.recording.collectives import (
     Allocation,
     Communication,
     Issue,
     TimedWork,
     close_unwaited,
-    note_only_end,
     run_inside_collective,
+    run_plain,
     write_blocking,
 )
 from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
@@ -62,6 +61,7 @@ _BACKWARD_START, _BACKWARD_END = MemoryPoint.BACKWARD_START, MemoryPoint.BACKWAR
 _ASYNC, _PREFETCHED = int(EventFlag.ASYNC), int(EventFlag.PREFETCHED)
 _RECOMPUTE, _NO_GRAD = int(EventFlag.RECOMPUTE), int(EventFlag.NO_GRAD)
 _is_grad_enabled = torch.is_grad_enabled
+_UNKNOWN = (-1, 0, 0)
 
 
 class Reductions:
@@ -123,10 +123,9 @@ class UnitTimer:
         self._backward_start: Any = None
         self._backward_flags = 0
         self._outer_hooks: list[int] = []
-        self._entries: dict[int, RepeatedEntry] = {}
-        """The entry of each kind of collective in the last plain step."""
-        self._places: dict[int, int] = {}
-        """The number of the line that issues it in a forward."""
+        self._known: dict[int, tuple[int, int, int]] = {}
+        """For each kind of collective in the last plain step: its bytes, the code of its dtype, and
+        the number of the line that issues it in a forward."""
         self.has_run = False
         """Whether a forward of it was seen."""
         self.is_outermost = False
@@ -149,10 +148,9 @@ class UnitTimer:
     ) -> Any:
         """Run and time the unit's all-gather; returns the original result."""
         if not self._session.detail:
-            number = self.before_plain(_ALL_GATHER, output, group)
-            work = run_inside_collective(self._session, collective)
-            note_only_end(self._session, number, work)
-            return work
+            return run_plain(
+                self._session, self.before_plain(_ALL_GATHER, output, group), collective
+            )
         issue = self.before_collective(_ALL_GATHER, output, group)
         if issue is None:
             return collective()
@@ -166,20 +164,22 @@ class UnitTimer:
             return 0
         begun = session.clock.host_now() if session.times_plain else 0
         try:
-            entry, num_bytes = self._entries.get(kind), message.nbytes
-            if entry is None or entry.group is not group or entry.message_bytes != num_bytes:
-                self._places[kind] = session.places.last_of(self.index)
+            num_bytes = message.nbytes
+            known_bytes, dtype, place = self._known.get(kind, _UNKNOWN)
+            if known_bytes != num_bytes:
+                place = session.places.last_of(self.index)
                 dtype, _ = code_and_size(message.dtype)
-                order = box.order_of(group)
-                entry = RepeatedEntry(kind, self.index, group, num_bytes, dtype, order)
-                self._entries[kind] = entry
-            in_backward = session.in_backward
-            number = box.issue_again(
-                entry,
+                self._known[kind] = num_bytes, dtype, place
+            number = box.issue(
+                kind,
+                self.index,
+                group,
+                num_bytes,
+                dtype,
                 session.phase,
                 session.step,
                 session.microbatch,
-                session.backward_place if in_backward else self._places[kind],
+                session.backward_place if session.in_backward else place,
                 0 if session.is_compared else 2,
             )
             if begun:

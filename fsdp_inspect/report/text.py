@@ -339,8 +339,8 @@ def _provenance(summary: Summary) -> Text:
         f"{format_method(method)}: {', '.join(groups)}" for method, groups in by_method.items()
     )
     lines = [f"{', '.join(obtained.sources).capitalize()} run. {summary.left_out.sentence}"]
-    if summary.recorder is not None and summary.recorder.sentence is not None:
-        lines.append(summary.recorder.sentence)
+    if summary.recorder_sentence is not None:
+        lines.append(summary.recorder_sentence)
     if times:
         lines.append(f"Times by method. {times}.")
     if obtained.memory:

@@ -22,7 +22,14 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_inspect
-from tests.distributed.correctness_script import Batch, adam, batches, loss_of, make_model
+from tests.distributed.correctness_script import (
+    Batch,
+    adam,
+    batches,
+    loss_of,
+    make_model,
+    run_loops,
+)
 
 Loop = Callable[[Path], None]
 LOOPS: dict[str, Loop] = {}
@@ -192,12 +199,5 @@ def experts_over_pairs(folder: Path) -> None:
     train(folder, fully_shard(model))
 
 
-def main(folder: str, *names: str) -> None:
-    dist.init_process_group("gloo")
-    for name in names or LOOPS:
-        LOOPS[name](Path(folder) / name)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_loops(LOOPS, *sys.argv[1:])

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import fsdp_inspect
-from tests.distributed.correctness_script import Batch, batches, loss_of, make_model
+from tests.distributed.correctness_script import Batch, batches, loss_of, make_model, run_loops
 from tests.distributed.correctness_sharders import ALL, Setup, train
 
 LOOPS: dict[str, Callable[[Path], None]] = {}
@@ -623,12 +623,5 @@ def evaluated_on_one_rank(folder: Path, sharder: str) -> None:
             setup.optimizer.zero_grad()
 
 
-def main(folder: str, *names: str) -> None:
-    dist.init_process_group("gloo")
-    for name in names or LOOPS:
-        LOOPS[name](Path(folder) / name)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_loops(LOOPS, *sys.argv[1:])

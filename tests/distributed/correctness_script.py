@@ -9,7 +9,7 @@ import copy
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
@@ -1148,12 +1148,13 @@ def looked_at_often(folder: Path) -> None:
     value_watch.EVERY = usual
 
 
-def main(folder: str, *names: str) -> None:
+def run_loops(loops: Mapping[str, Callable[[Path], None]], folder: str, *names: str) -> None:
+    """Run this rank's part of the named loops, by default of all."""
     dist.init_process_group("gloo")
-    for name in names or LOOPS:
-        LOOPS[name](Path(folder) / name)
+    for name in names or loops:
+        loops[name](Path(folder) / name)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_loops(LOOPS, *sys.argv[1:])

@@ -34,6 +34,7 @@ from tests.distributed.correctness_script import (
     batches,
     loss_of,
     make_model,
+    run_loops,
 )
 
 Step = Callable[["Setup", int, Batch], None]
@@ -945,12 +946,5 @@ def dropout_off(folder: Path, sharder: str) -> None:
     train(folder, setup, plain_step)
 
 
-def main(folder: str, *names: str) -> None:
-    dist.init_process_group("gloo")
-    for name in names or LOOPS:
-        LOOPS[name](Path(folder) / name)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_loops(LOOPS, *sys.argv[1:])

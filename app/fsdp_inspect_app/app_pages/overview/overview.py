@@ -95,8 +95,8 @@ def show_page(entry: RunEntry, run: Run) -> None:
     _show_answer(entry, summary)
     _show_key_numbers(summary)
     _show_throughput(summary)
-    if summary.recorder is not None and summary.recorder.sentence is not None:
-        show_note(plain(summary.recorder.sentence))
+    if summary.recorder_sentence is not None:
+        show_note(plain(summary.recorder_sentence))
     _show_step(summary)
     _show_dimensions(summary)
     left, right = st.columns(2)
