@@ -79,6 +79,7 @@ class InMemoryRun:
     status: RunStatus = RunStatus.COMPLETE
     notes: Sequence[str] = ()
     earlier_attempts: Sequence["InMemoryRun"] = ()
+    starts: Sequence["InMemoryRun"] = ()
     network_probe: NetworkProbe | None = None
     black_boxes: Mapping[int, BlackBox] = field(default_factory=dict)
     desync_boxes: Mapping[int, BlackBox] = field(default_factory=dict)

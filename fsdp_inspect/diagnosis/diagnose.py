@@ -268,15 +268,18 @@ class _Case:
 
     def __init__(self, run: RunSource) -> None:
         self._run = run
-        self._records = {record.rank: record for record in run.ranks}
-        boxes = {rank: run.black_box(rank) for rank in self._records}
+        joined = {
+            each.rank: (each, source) for source in (*run.starts, run) for each in source.ranks
+        }
+        self._records = {rank: record for rank, (record, _) in joined.items()}
+        boxes = {rank: source.black_box(rank) for rank, (_, source) in joined.items()}
         self._boxes = {
             rank: without_ended_hang(box) for rank, box in boxes.items() if box is not None
         }
         self._dumps = {
             rank: tuple(
                 dump
-                for dump in run.stack_dumps(rank)
+                for dump in joined[rank][1].stack_dumps(rank)
                 if rank not in self._boxes or not is_outdated(dump, self._boxes[rank])
             )
             for rank in self._records

@@ -29,7 +29,7 @@ from fsdp_inspect.recording.failure import find_communication_error, find_failin
 from fsdp_inspect.recording.folders import StackFiles, this_launch
 from fsdp_inspect.recording.process_life import describe_process
 from fsdp_inspect.store import folder
-from fsdp_inspect.store.schema import BLACK_BOX_FILE
+from fsdp_inspect.store.schema import BLACK_BOX_FILE, START_PREFIX
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.black_box import EMPTY_HEADER, HEADER_BYTES, encode_header
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP
@@ -152,7 +152,7 @@ class StartWatch:
         assert self._job is not None
         launch, now = this_launch(), time.time_ns()
         start = f"{launch.id}/{launch.num_restarts}/{os.environ.get('MASTER_PORT', '')}"
-        path = (self._out / f"start-{zlib.crc32(start.encode()):08x}").absolute()
+        path = (self._out / f"{START_PREFIX}{zlib.crc32(start.encode()):08x}").absolute()
         manifest = RunManifest(
             run_id=path.name,
             name="start",

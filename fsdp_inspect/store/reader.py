@@ -5,6 +5,7 @@ live run gives its rows so far; open it again to see more.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -56,6 +57,7 @@ from fsdp_inspect.store.schema import (
     SCALARS,
     SIGTERM_FILE,
     STACKS_FILE,
+    START_PREFIX,
     TableFile,
     TableT,
     attempt_name,
@@ -262,6 +264,23 @@ class StoredRun:
             for number in self.attempts
             if number < self.attempt
         ]
+
+    @property
+    def starts(self) -> "Sequence[StoredRun]":
+        """Runs with the missing ranks of this one: they failed or stood before they trained.
+
+        The launcher writes them next to this run, on the same machine.
+        """
+        launches = [record.launch for record in self.ranks if record.launch.id]
+        if not self._missing_ranks or not launches or not isinstance(self._files, LocalFiles):
+            return ()
+        found, own = [], self._files.path.absolute()
+        for path in sorted({*own.parent.glob(f"{START_PREFIX}*")} - {own}):
+            with suppress(StoreError, OSError):  # another run, which may be damaged
+                start = open_run(path)
+                if any(record.launch in launches for record in start.ranks):
+                    found.append(start)
+        return found
 
     def whole_steps_of(self, rank: int) -> WholeSteps:
         """The summary rows of whole steps of one rank, without reading files of other ranks."""

@@ -705,6 +705,11 @@ class RunSource(Protocol):
         ...
 
     @property
+    def starts(self) -> "Sequence[RunSource]":
+        """Runs with the missing ranks of this one: they failed or stood before they trained."""
+        ...
+
+    @property
     def network_probe(self) -> NetworkProbe | None:
         """The measured durations of messages of many sizes; None: the run has none."""
         ...

@@ -12,6 +12,10 @@ from fsdp_inspect.recording import process_life
 from fsdp_inspect.recording.start_watch import StartWatch
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.run import open_run
+from fsdp_inspect.store import folder
+from fsdp_inspect.store.writer import RankWriter
+from fsdp_inspect.trace.run import JobLaunch, RunStatus
+from tests.store.run_files import make_manifest
 
 
 @pytest.fixture
@@ -26,8 +30,8 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartWatc
     watch.end(None)
 
 
-def diagnosis_in(folder: Path) -> Diagnosis:
-    (run,) = folder.iterdir()
+def diagnosis_in(runs: Path) -> Diagnosis:
+    (run,) = runs.iterdir()
     return open_run(run).diagnose()
 
 
@@ -65,6 +69,29 @@ def test_a_rank_that_stands_before_it_trains_leaves_its_stacks_until_it_trains(
     assert "test_start_watch.py" in sentence
     watch.end(None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_diagnosed_with_its_rank_that_failed_before_it_trained(
+    tmp_path: Path, watch: StartWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        raise ValueError("no label")
+    except ValueError as error:
+        watch.end(error)
+    (start,) = open_run(*tmp_path.iterdir()).source.ranks
+    lost = "RuntimeError: gloo/transport: connection closed by peer"
+    for name, launch in (("run", start.launch), ("other", JobLaunch(id="other"))):
+        folder.write_manifest_if_absent(tmp_path / name, make_manifest(world_size=2))
+        update = {"rank": 1, "world_size": 2, "launch": launch, "communication_error": lost}
+        writer = RankWriter(tmp_path / name, start.model_copy(update=update), flush_interval_s=1)
+        writer.close(RunStatus.FAILED, lost, compact=False)
+
+    found = open_run(tmp_path / "run").diagnose()
+
+    assert (found.problem, found.ranks, found.missing_ranks) == (ProblemClass.RANK_DIED, (0,), ())
+    assert "ValueError before the first step: no label" in describe_diagnosis(found).sentence
+    assert open_run(tmp_path / "other").diagnose().missing_ranks == (0,)
 
 
 def test_a_start_without_a_fault_writes_nothing(tmp_path: Path, watch: StartWatch) -> None:
