@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     )
     from fsdp_inspect.diagnosis.diagnose import Diagnosis as Diagnosis
     from fsdp_inspect.diagnosis.stack_groups import StackGroup as StackGroup
+    from fsdp_inspect.simulation.buckets import BucketSimulation as BucketSimulation
     from fsdp_inspect.simulation.changes import Changes as Changes
     from fsdp_inspect.simulation.memory import Held as Held
     from fsdp_inspect.simulation.network import NodeLink as NodeLink

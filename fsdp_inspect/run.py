@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.comparison.gate.check import CheckResult
     from fsdp_inspect.comparison.verification.verification import Verification
     from fsdp_inspect.diagnosis.diagnose import Diagnosis
+    from fsdp_inspect.simulation.buckets import BucketSimulation
     from fsdp_inspect.simulation.network import NodeLink
     from fsdp_inspect.simulation.predictions.records import Prediction
     from fsdp_inspect.simulation.simulate import Simulation
@@ -388,6 +389,39 @@ class Run:
             bus_bytes_per_s=bandwidth,
             latency_ns=latency_ns,
             node=node,
+        )
+
+    def simulate_buckets(
+        self,
+        bucket_cap_mb: float | None = None,
+        *,
+        overlaps: bool = True,
+        bandwidth: float | None = None,
+        latency_ns: float | None = None,
+        rank: int | None = None,
+    ) -> BucketSimulation:
+        """Predict the step time of a DDP run with other buckets or on another network.
+
+        Args:
+            bucket_cap_mb: MiB at which a bucket is full; default the recorded buckets.
+            overlaps: False: all-reduces begin when backward has computed all gradients.
+            bandwidth: Bus bandwidth of the network in bytes per second; default the run's own.
+            latency_ns: Latency of the network in ns; default the run's own.
+            rank: The rank whose work is simulated; default the median rank.
+
+        Raises:
+            MissingDataError: The run is not a DDP run, or lacks data. The message says which.
+            ValueError: The network or the size is invalid.
+        """
+        from fsdp_inspect.simulation.buckets import simulate_buckets
+
+        return simulate_buckets(
+            self._context,
+            bucket_cap_mb=bucket_cap_mb,
+            overlaps=overlaps,
+            bus_bytes_per_s=bandwidth,
+            latency_ns=latency_ns,
+            rank=rank,
         )
 
     def advise(

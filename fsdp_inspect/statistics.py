@@ -63,6 +63,11 @@ def middle_half(values: Integers) -> NDArray[np.bool_]:
     return chosen
 
 
+def half_range_ratio(values: Sequence[int]) -> float:
+    """Half of the range of the values, as a fraction of their mean; 0 without values."""
+    return (max(values) - min(values)) / 2 / max(float(np.mean(values)), 1.0) if values else 0.0
+
+
 def spread_blocks(count: int, *, num_blocks: int, length: int) -> NDArray[np.int64]:
     """Choose blocks of consecutive positions that are evenly spread over `count` positions.
 

@@ -16,6 +16,7 @@ from fsdp_inspect.analysis.trust import Trust
 from fsdp_inspect.analysis.verdict import Verdict
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_count, format_ns
+from fsdp_inspect.simulation.buckets import BucketSimulation
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import ProcessGroup, RunManifest, RunSource, hosts_of, ranks_per_node
 
@@ -107,6 +108,8 @@ class Evidence:
     """The memory without sharding; None for runs without FSDP or DDP."""
     trust: Trust = field(default_factory=Trust)
     """The evidence for and against times and gains."""
+    buckets: BucketSimulation | None = None
+    """The best size of DDP's buckets; None: the recorded one, or it is unknown."""
     replication: ReplicationSaving | None = None
     """The time that DDP would save; None for runs without FSDP."""
 

@@ -236,6 +236,12 @@ RULES: Mapping[str, Rule] = {
         "At least half of the modules that ZeRO-3 gathers have less than 128 KiB, and waits for "
         "all-gathers take 2% of the step.",
     ),
+    "R38": Rule(
+        "choose the size of DDP's buckets",
+        ("finding",),
+        "Another bucket_cap_mb is predicted to save time, and the lower end of the interval is "
+        "above 2% of the step.",
+    ),
 }
 
 

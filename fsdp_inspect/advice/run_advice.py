@@ -28,9 +28,11 @@ from fsdp_inspect.analysis.prefetch import measure_gathers_in_flight
 from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.parallel.tasks import Tasks
+from fsdp_inspect.simulation.buckets import find_best_buckets
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.trace.codes import EventKind, MemoryCategory
 from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.sharders import DDP
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,9 @@ def _evidence(run: RunSource, summary: Summary, *, for_plans: bool = True) -> Ev
         pipeline=try_measure(measure_pipeline, run, damage),
         optimizer_wait=try_measure(measure_optimizer_wait, run, damage),
         whole_memory=whole,
+        buckets=try_measure(find_best_buckets, run, damage)
+        if run.manifest.sharder == DDP
+        else None,
         trust=measure_trust(run),
         replication=None
         if whole is None or not whole.is_sharded or exposed is None

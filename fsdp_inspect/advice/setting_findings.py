@@ -12,7 +12,14 @@ from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.analysis.verdict.facts import DOMINANT_UNIT_RATIO, OVERSIZED_RATIO
 from fsdp_inspect.analysis.verdict.words import FRAGMENTED_RATIO
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit, listed
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_ns,
+    format_ratio,
+    format_unit,
+    listed,
+    plural,
+)
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import Unit
@@ -31,7 +38,7 @@ def find_costly_settings(evidence: Evidence) -> Iterator[Finding]:
     """Badly sized units, waste, dtypes, the environment, the allocator, offload."""
     for find in (_one_unit, _large_unit, _waste, _full_precision, _frozen, _connections,
                  _fragmentation, _retries, _offload, _search_of_unused, _reduced_microbatches,
-                 _tiny_gathers):  # fmt: skip
+                 _bucket_size, _tiny_gathers):  # fmt: skip
         yield from find(evidence)
 
 
@@ -348,7 +355,7 @@ def _offload(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-# --- Settings of DDP and of ZeRO, whose plans are not simulated.
+# --- Settings of DDP and of ZeRO.
 
 
 def _search_of_unused(evidence: Evidence) -> Iterator[Finding]:
@@ -406,6 +413,34 @@ def _reduced_microbatches(evidence: Evidence) -> Iterator[Finding]:
             "    loss = model(inputs).loss / num_microbatches\n"
             "    loss.backward()"
         ),
+    )
+
+
+def _bucket_size(evidence: Evidence) -> Iterator[Finding]:
+    """Another size of DDP's buckets hides more of the all-reduces."""
+    best = evidence.buckets
+    if best is None or not evidence.is_worth_naming(best.gain_low_ns):
+        return
+    size, before, after = f"{best.bucket_cap_mb:g}", best.replayed, best.predicted
+    yield Finding(
+        "R38",
+        (),
+        f"Buckets of {size} MiB hide more of DDP's all-reduces.",
+        f"{plural(len(before.buckets), 'bucket')} recorded, {len(after.buckets)} with this size: "
+        f"waits for all-reduces {format_ns(before.exposed_ns)} -> {format_ns(after.exposed_ns)} a "
+        "step, simulated.",
+        (f"Set bucket_cap_mb={size}.",),
+        {"exposed_all_reduce_ns": evidence.exposed_by_kind_ns.get("all_reduce", 0)},
+        rows=evidence.rows(lambda wait: wait.kind == "all_reduce"),
+        effect=Effect(
+            sentence=f"Predicted to save {format_ns(best.gain_low_ns)} to "
+            f"{format_ns(best.gain_high_ns)} a step.",
+            saved_low_ns=best.gain_low_ns,
+            saved_high_ns=best.gain_high_ns,
+            is_exposed=True,
+        ),
+        assumptions=best.assumptions,
+        snippet=f"model = DistributedDataParallel(model, bucket_cap_mb={size})",
     )
 
 

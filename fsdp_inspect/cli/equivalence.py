@@ -74,11 +74,13 @@ def equivalence(
     """Check that sharding does not change the gradients: one step with and without it.
 
     The command runs two or three times, each time up to the update of the step. The first run is
-    sharded as in the script. In the second run, `fully_shard` leaves the parameters whole on every
-    rank, and the step starts from the parameters and random states of the first run. Each rank then
-    computes the gradient of its own batch. The mean over the ranks must equal the sharded gradient
-    of each unit. If they differ for an unknown reason, a third run, sharded again, shows how much
-    two equal runs differ.
+    sharded as in the script. In the second run, the parameters are whole on every rank, no gradient
+    is reduced, and the step starts from the parameters and random states of the first run. Each
+    rank then computes the gradient of its own batch. The mean over the ranks must equal the sharded
+    gradient of each unit. If they differ for an unknown reason, a third run, sharded again, shows
+    how much two equal runs differ.
+
+    The models may use fully_shard, FSDP1 or DDP.
 
     The tolerance follows from the dtypes. The command finds, for example, a missing reduction, a
     wrong divisor, a gradient that is divided twice, lost precision, and stale parameters. Each run
@@ -189,18 +191,18 @@ class _Session:
             return (
                 f"No rank of `{shown}` was seen in {what}. Expected a command that starts ranks "
                 f"with torchrun or another launcher that sets RANK, with this Python "
-                f"({sys.executable}), and a script that imports torch.distributed.fsdp."
+                f"({sys.executable}), and a script that imports torch."
             )
         progress = read_progress(folder)
         if progress is None or not progress.has_model:
             return (
-                f"`{shown}` ran no forward of a fully_shard model. Expected a model that is "
-                f"sharded with FSDP2: FSDP1, DDP and DeepSpeed are not compared. {_CHECKS}"
+                f"`{shown}` ran no forward of a sharded model. Expected a model of fully_shard, "
+                f"FSDP1 or DDP: DeepSpeed is not compared. {_CHECKS}"
             )
         if progress.num_others and not progress.num_updates:
             place = f" ({progress.place})" if progress.place else ""
             return (
-                f"No optimizer of `{shown}` updates a parameter of the fully_shard model: "
+                f"No optimizer of `{shown}` updates a parameter of the sharded model: "
                 f"optimizer.step(){place} ran {plural(progress.num_others, 'time')} with other "
                 "tensors, such as those from before sharding. Expected an optimizer that is "
                 f"created after the model is sharded, from the parameters that it then has. "
@@ -209,7 +211,7 @@ class _Session:
         return (
             f"`{shown}` ended before the update of step {self._step}, after "
             f"{plural(progress.num_updates, 'update')}. Expected a script that updates the "
-            f"fully_shard model at least {self._step + 1} times. Compare an earlier step with "
+            f"sharded model at least {self._step + 1} times. Compare an earlier step with "
             f"--step, or train longer. {_CHECKS}"
         )
 

@@ -1,6 +1,6 @@
 """`fsdp-inspect simulate`: predict a step under another plan."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -160,6 +160,23 @@ def simulate(  # noqa: PLR0913 - one argument an option
             parser=_parse_checkpointing,
         ),
     ] = None,
+    bucket_cap: Annotated[
+        float | None,
+        typer.Option(
+            "--bucket-cap",
+            help="DDP: MiB at which a bucket is full (bucket_cap_mb).",
+            metavar="MIB",
+            show_default=False,
+        ),
+    ] = None,
+    overlap: Annotated[
+        bool | None,
+        typer.Option(
+            "--overlap/--no-overlap",
+            help="DDP: whether all-reduces run while backward computes.",
+            show_default=False,
+        ),
+    ] = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
     node_bandwidth: NodeBandwidthOption = None,
@@ -182,38 +199,57 @@ def simulate(  # noqa: PLR0913 - one argument an option
     as a self-check, and the error of its step time is shown with the prediction. After you run the
     plan, `fsdp-inspect verify` compares a written prediction with the run.
 
+    A run of DDP has buckets instead of a plan: give --bucket-cap or --no-overlap.
+
     Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
     """
     from fsdp_inspect.advice.prediction_creation import PredictionOrigin, make_prediction
     from fsdp_inspect.report.json import render_run_json
+    from fsdp_inspect.report.simulation import render_buckets, render_simulation
     from fsdp_inspect.simulation.predictions.ledger import write_prediction as store_prediction
     from fsdp_inspect.trace.plan import Plan
+    from fsdp_inspect.trace.sharders import DDP
 
     require_new_file("--write-plan", write_plan)
     require_new_file("--write-prediction", write_prediction)
     network = (parse_bandwidth(bandwidth), parse_latency(latency))
     node = parse_node_link(node_bandwidth, node_latency)
     opened = open_run_argument(run)
+    changes = {
+        "wrap": wrap,
+        "forward_prefetch": forward_prefetch,
+        "backward_prefetch": backward_prefetch,
+        "reshard_after_forward": reshard_after_forward,
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "reduce_scatter_buffers": reduce_scatter_buffers,
+        "separate_reduce_scatter_group": (
+            None if reduce_scatter_group is None else reduce_scatter_group == _SEPARATE
+        ),
+        "world_size": world_size,
+        "replicas": replicas,
+        "microbatches": microbatches,
+        "accumulation_sync": accumulation_sync,
+        "checkpointing": checkpointing,
+    }
+    if opened.manifest.sharder == DDP or bucket_cap is not None or overlap is not None:
+        of_plans = {"plan": plan, **changes, "node_bandwidth": node_bandwidth}
+        of_plans |= {"node_latency": node_latency, "write_plan": write_plan}
+        _expect_no_plan({**of_plans, "write_prediction": write_prediction})
+        found = opened.simulate_buckets(
+            bucket_cap, overlaps=overlap is not False, bandwidth=network[0], latency_ns=network[1]
+        )
+        if as_json:
+            print(render_run_json(opened.source, found))
+        else:
+            print_renderable(render_buckets(found))
+        return
     result = opened.simulate(
         None if plan is None else Plan.load(plan),
         bandwidth=network[0],
         latency_ns=network[1],
         node=node,
-        wrap=wrap,
-        forward_prefetch=forward_prefetch,
-        backward_prefetch=backward_prefetch,
-        reshard_after_forward=reshard_after_forward,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        reduce_scatter_buffers=reduce_scatter_buffers,
-        separate_reduce_scatter_group=(
-            None if reduce_scatter_group is None else reduce_scatter_group == _SEPARATE
-        ),
-        world_size=world_size,
-        replicas=replicas,
-        microbatches=microbatches,
-        accumulation_sync=accumulation_sync,
-        checkpointing=checkpointing,
+        **changes,
     )
     if write_plan is not None:
         result.plan.dump(write_plan)
@@ -226,6 +262,18 @@ def simulate(  # noqa: PLR0913 - one argument an option
     if as_json:
         print(render_run_json(opened.source, result))
         return
-    from fsdp_inspect.report.simulation import render_simulation
-
     print_renderable(render_simulation(result))
+
+
+def _expect_no_plan(values: Mapping[str, Any]) -> None:
+    """Check that no option of a sharding plan is given for buckets.
+
+    Raises:
+        BadParameter: Some are.
+    """
+    given = [f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None]
+    if given:
+        raise typer.BadParameter(
+            "Buckets of DDP have no sharding plan. Expected --bucket-cap, --no-overlap, "
+            f"--bandwidth and --latency only. Omit {', '.join(given)}."
+        )

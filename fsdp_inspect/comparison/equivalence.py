@@ -433,6 +433,9 @@ def _lost_dtype(
     if declared != {"float32"} or found.size < _MIN_VALUES:
         return ""
     narrow = narrower_dtype(found)
+    if unit is not None and unit.param_dtype in _ROUNDOFF and unit.param_dtype != "float32":
+        # Few sums of 16-bit values can fit the other dtype of 16 bits by chance.
+        narrow = narrow if narrow == unit.param_dtype else ""
     return narrow if narrow and not narrower_dtype(expected.astype(np.float32)) else ""
 
 

@@ -14,6 +14,7 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, forma
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, new_table, render_table
 from fsdp_inspect.report.wording import format_cause, format_error
+from fsdp_inspect.simulation.buckets import BucketSimulation
 from fsdp_inspect.simulation.simulate import UNITS_OF_PLAN, KindOfStep, Simulation
 
 MOST_UNITS = 40
@@ -39,15 +40,75 @@ def render_simulation(simulation: Simulation) -> RenderableType:
     )
 
 
+def render_buckets(found: BucketSimulation) -> RenderableType:
+    """Render the predicted step time with other buckets, and the buckets of one backward."""
+    return Group(
+        Text(answer_buckets(found), style="bold"),
+        *(Padding(Text(line), (0, 0, 0, 2)) for line in _reasons_of_buckets(found)),
+        "",
+        render_table(found.TABLE, found.rows()[:MOST_UNITS]),
+        *_rest(len(found.rows()), "buckets"),
+        "",
+        dim(
+            f"Predicted from {found.num_steps} recorded steps of rank {found.rank}. The recorded "
+            "buckets are simulated too, so that the error of the simulation cancels in the "
+            "difference. Times of a bucket are those since the begin of backward."
+        ),
+    )
+
+
+def answer_buckets(found: BucketSimulation) -> str:
+    """State the change of the predicted step time from the recorded buckets."""
+    answer = _answer(found.change, "buckets")
+    if abs(found.change) < _NO_CHANGE or not found.gain_low_ns < 0 < found.gain_high_ns:
+        return answer
+    return (
+        "Cannot tell whether steps get shorter: these buckets save up to "
+        f"{format_ns(found.gain_high_ns)} a step, or add up to {format_ns(-found.gain_low_ns)}."
+    )
+
+
+def _reasons_of_buckets(found: BucketSimulation) -> Iterable[str]:
+    before, after = found.replayed, found.predicted
+    overlap = "" if found.overlaps else ", without overlap"
+    yield (
+        f"Buckets: {len(before.buckets)} -> {len(after.buckets)}, full at "
+        f"{found.bucket_cap_mb:.4g} MiB{overlap}."
+    )
+    yield (
+        f"Predicted step time: {format_ns(after.step_time_ns)}, interval "
+        f"{format_ns(found.low_ns)} to {format_ns(found.high_ns)}."
+    )
+    yield (
+        "From the recorded buckets to these, both simulated: waits for all-reduces "
+        f"{format_ns(before.exposed_ns)} -> {format_ns(after.exposed_ns)}, all-reduces "
+        f"{format_ns(before.communication_ns)} -> {format_ns(after.communication_ns)} a step."
+    )
+    yield _self_check("buckets are", before.step_time_ns, found)
+    yield from (f"Caution: {caveat}" for caveat in found.caveats)
+    yield from (f"Assumed: {assumption}" for assumption in found.assumptions)
+
+
 def answer_simulation(simulation: Simulation) -> str:
     """State the change of the predicted step time from the recorded plan."""
     change = simulation.change_of_all
     if change is None:  # a kind of step is unknown; the reasons say which
         change = simulation.change
+    return _answer(change, "plan")
+
+
+def _answer(change: float, what: str) -> str:
     if abs(change) < _NO_CHANGE:
-        return "Predicted step time: as with the recorded plan."
+        return f"Predicted step time: as with the recorded {what}."
     word = "shorter" if change < 0 else "longer"
-    return f"Predicted: steps {format_ratio(abs(change))} {word} than with the recorded plan."
+    return f"Predicted: steps {format_ratio(abs(change))} {word} than with the recorded {what}."
+
+
+def _self_check(what: str, simulated_ns: int, found: Simulation | BucketSimulation) -> str:
+    return (
+        f"Self-check: the recorded {what} simulated at {format_ns(simulated_ns)} and measured at "
+        f"{format_ns(found.recorded_step_ns)}, an error of {format_error(found.replay_error)}."
+    )
 
 
 def _reasons(simulation: Simulation) -> Iterable[str]:
@@ -65,11 +126,7 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
     if after.causes_ns:
         causes = (f"{format_cause(name)} {format_ns(ns)}" for name, ns in after.causes_ns.items())
         yield f"Causes under this plan: {', '.join(causes)}."
-    yield (
-        f"Self-check: the recorded plan is simulated at {format_ns(before.step_time_ns)} and "
-        f"measured at {format_ns(simulation.recorded_step_ns)}, an error of "
-        f"{format_error(simulation.replay_error)}."
-    )
+    yield _self_check("plan is", before.step_time_ns, simulation)
     for number, kind in enumerate(simulation.kinds):
         yield _kind(kind, "This prediction" if number == 0 else "Another kind of step")
     for caveat in simulation.caveats:
@@ -133,8 +190,12 @@ def _add_part(table: Table, label: str, before: int, after: int) -> None:
 def _units_table(simulation: Simulation) -> Iterable[RenderableType]:
     units = simulation.predicted.units
     yield render_table(UNITS_OF_PLAN, units[:MOST_UNITS])
-    if len(units) > MOST_UNITS:
-        yield dim(f"{len(units) - MOST_UNITS} more units in --json")
+    yield from _rest(len(units), "units")
+
+
+def _rest(count: int, what: str) -> Iterable[RenderableType]:
+    if count > MOST_UNITS:
+        yield dim(f"{count - MOST_UNITS} more {what} in --json")
 
 
 def describe_simulation(simulation: Simulation) -> str:

@@ -41,7 +41,7 @@ from fsdp_inspect.simulation.step_pieces import (
     read_step,
 )
 from fsdp_inspect.simulation.workload import Op, Pass, Piece, UnitWork, Workload
-from fsdp_inspect.statistics import median
+from fsdp_inspect.statistics import half_range_ratio, median
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.plan import Accumulation, Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
@@ -568,7 +568,7 @@ class _Builder:
             network=replace(network, node=find_node(self._run, network, shard_ranks)),
             trust=replace(
                 measure_trust(self._run),
-                spread_ratio=_spread([reading.duration_ns for reading in self._readings]),
+                spread_ratio=half_range_ratio([reading.duration_ns for reading in self._readings]),
                 num_steps=len(self._readings),
             ),
             torch_release=self._run.manifest.torch_release,
@@ -868,10 +868,6 @@ def _mean_duration(events: EventTable, kind: EventKind) -> int | None:
 
 def _mean(values: Sequence[int] | NDArray[np.int64]) -> int:
     return round(float(np.mean(values))) if len(values) else 0
-
-
-def _spread(durations: Sequence[int]) -> float:
-    return (max(durations) - min(durations)) / 2 / max(float(np.mean(durations)), 1.0)
 
 
 def _execution(run: RunSource) -> Execution:

@@ -86,7 +86,8 @@ _TRAITS = {
     ),
     DDP: SharderTraits(
         title="DDP",
-        why_not_simulated="The simulation models the schedule of FSDP2; DDP gathers nothing.",
+        why_not_simulated="DDP has buckets, and no plan of FSDP: `fsdp-inspect simulate "
+        "--bucket-cap` predicts other buckets.",
         units_have_passes=False,
         hide_single_unit="Lower bucket_cap_mb, so that the first all-reduce begins earlier",
         keep_gathered=None,

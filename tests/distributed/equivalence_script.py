@@ -1,5 +1,6 @@
 """A training loop with one planted fault: `equivalence_script.py FAULT [SETTING ...]`."""
 
+import contextlib
 import sys
 
 import numpy
@@ -77,6 +78,49 @@ def shard(model: Model) -> None:
             parameter.register_post_accumulate_grad_hook(round_gradient)
 
 
+def wrap(model: Model) -> nn.Module:
+    """Wrap the model for DDP or FSDP1, with the planted fault."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    group = groups[dist.get_rank()] if FAULT == "alone" else None
+    if "ddp" in SETTINGS:
+        return nn.parallel.DistributedDataParallel(
+            model,
+            process_group=group,
+            gradient_as_bucket_view="views" in SETTINGS,
+            static_graph="static" in SETTINGS,
+        )
+    dtypes = [torch.bfloat16, torch.float32] if "bf16" in SETTINGS else [None, None]
+    options = {
+        "process_group": group,
+        "device_id": torch.device("cpu"),
+        "use_orig_params": "orig" in SETTINGS,
+        "mixed_precision": MixedPrecision(*dtypes),
+        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP if "grad-op" in SETTINGS else None,
+    }
+    for at, layer in enumerate(model.layers):
+        model.layers[at] = FullyShardedDataParallel(layer, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def train_wrapped(model: nn.Module) -> None:
+    """Train a model of DDP or FSDP1 for three steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    microbatches = 2 if "accumulate" in SETTINGS else 1
+    for _ in range(3):
+        for microbatch in range(microbatches):
+            is_last = microbatch == microbatches - 1 and FAULT != "no-sync"
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                x = torch.randn(BATCH, WIDTH)
+                loss = (model(x) - x.roll(1, 0)).float().square().mean() / microbatches
+                if FAULT == "twice":
+                    loss = loss / dist.get_world_size()
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def round_gradient(parameter: nn.Parameter) -> None:
     """Lose the precision of a gradient."""
     if parameter.grad is not None:
@@ -146,6 +190,12 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Model()
+    if {"ddp", "fsdp1"} & {*SETTINGS}:
+        model = wrap(model)
+        torch.manual_seed(dist.get_rank())
+        train_wrapped(model)
+        dist.destroy_process_group()
+        return
     early = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shard(model)
     if FAULT == "own":

@@ -37,6 +37,22 @@ HEALTHY = (
     "none closure",
     "none keep",
 )
+WRAPPED = (
+    *(
+        "none ddp static",
+        "none ddp views accumulate dropout",
+        "none fsdp1",
+        "none fsdp1 orig accumulate",
+    ),
+    *("none fsdp1 bf16 accumulate", "none fsdp1 orig grad-op dropout"),
+)
+WRAPPED_FAULTS = {
+    "alone ddp": StepFault.NOT_REDUCED,
+    "alone fsdp1 orig": StepFault.NOT_REDUCED,
+    "no-sync ddp": StepFault.NOT_REDUCED,
+    "twice ddp": StepFault.DIVIDED_TWICE,
+    "twice fsdp1": StepFault.DIVIDED_TWICE,
+}
 FAULTS = {
     "divisor": (StepFault.SCALED, "layers.1"),
     "own": (StepFault.NOT_REDUCED, "layers.1"),
@@ -84,6 +100,26 @@ def test_a_correct_step_equals_the_step_without_sharding(compare, words: str) ->
     assert [each.unit for each in found.units][:2] == ["", "layers.2"]
     assert all(each.error_ratio <= each.tolerance_ratio for each in found.units)
     assert all(each.gradient_norm > 0 for each in found.units)
+
+
+@pytest.mark.parametrize("words", mark_slow(WRAPPED, but=WRAPPED[1:2]))
+def test_a_correct_step_of_ddp_or_fsdp1_equals_the_step_without_reductions(
+    compare, words: str
+) -> None:
+    found = compare(words)
+    assert (found.status, found.fault) == (StepStatus.EQUAL, None)
+    units = {each.unit for each in found.units}
+    assert units == ({"bucket 0"} if "ddp" in words else {"", "layers.0", "layers.1", "layers.2"})
+    compared = {name for each in found.units for name in each.parameters}
+    assert {"layers.1.up.weight", "layers.1.up.bias", "head.weight", "scale"} <= compared
+    assert all(each.error_ratio <= each.tolerance_ratio for each in found.units)
+    assert all(each.gradient_norm > 0 for each in found.units)
+
+
+@pytest.mark.parametrize("words", mark_slow(WRAPPED_FAULTS, but=["alone fsdp1 orig"]))
+def test_a_planted_fault_of_ddp_or_fsdp1_is_named(compare, words: str) -> None:
+    found = compare(words)
+    assert (found.status, found.fault) == (StepStatus.DIFFERENT, WRAPPED_FAULTS[words])
 
 
 @pytest.mark.parametrize("words", mark_slow(FAULTS, but=QUICK_FAULTS))

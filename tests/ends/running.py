@@ -58,7 +58,6 @@ def run_end(
     name: str,
     recorded: Recorded,
     folder: Path,
-    options: Sequence[str] = (),
     *,
     launcher_options: Sequence[str] = (),
     during: Callable[[int], None] | None = None,
@@ -69,15 +68,20 @@ def run_end(
         name: The end.
         recorded: Whether, and how, the training is recorded.
         folder: An empty folder.
-        options: Further options of torchrun.
         launcher_options: Options of `fsdp_inspect.record`.
         during: Called with the process of torchrun while the job runs.
     """
     runs = folder / "runs"
     fault = folder / "fault"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
-    command += [f"--log-dir={folder / 'logs'}", "--redirects=3", *options]
+    if name.startswith("restart"):
+        # With a static rendezvous, a restart finds the keys of the attempt before in torch's store.
+        # At times gloo then connects to ranks that have ended, and fails, also without a recorder.
+        command += ["--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=end"]
+        command += [f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--local-addr=127.0.0.1"]
+    else:
+        command += ["--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
+    command += [f"--log-dir={folder / 'logs'}", "--redirects=3"]
     command += {
         "no": [str(SCRIPT), name],
         "recorder": [str(SCRIPT), name, str(runs)],
@@ -124,6 +128,7 @@ def _kill(job: subprocess.Popen[bytes]) -> None:
         for each in psutil.Process(job.pid).children(recursive=True):
             each.kill()
     job.kill()
+    job.wait()
 
 
 def find_differences(plain: JobEnd, recorded: JobEnd) -> list[str]:

@@ -50,23 +50,7 @@ _HINT = "fsdp_inspect: The training failed. To see which rank failed first, and 
 
 def end_of(name: str, recorded: Recorded, folder: Path) -> JobEnd:
     folder.mkdir(parents=True)
-    options = ("--max-restarts=1",) if name.startswith("restart") else ()
-    return run_end(name, recorded, folder, options)
-
-
-def plain_end_of(name: str, folder: Path) -> JobEnd:
-    """An end without the recorder.
-
-    With a static rendezvous, torch's new attempt finds the store of the last one with its keys. At
-    times gloo then connects to ranks that have ended, and waits. Such a job is started again.
-    """
-    for number in range(_TRIES):
-        try:
-            return end_of(name, "no", folder / str(number))
-        except subprocess.TimeoutExpired:
-            if not name.startswith("restart"):
-                raise
-    pytest.skip(f"without a recorder, {_TRIES} of {_TRIES} restarted jobs hang on this machine")
+    return run_end(name, recorded, folder)
 
 
 def is_busy() -> bool:
@@ -86,14 +70,8 @@ def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path:
     (name, how), differences, plain_s = case, [], 0.0
     for pair in range(_TRIES):
         was_busy = is_busy()
-        plain = plain_end_of(name, tmp_path / f"{pair}-plain")
-        try:
-            recorded = end_of(name, how, tmp_path / f"{pair}-recorded")
-        except subprocess.TimeoutExpired:
-            if not name.startswith("restart"):
-                raise
-            differences.append("the restarted ranks do not find each other")
-            continue
+        plain = end_of(name, "no", tmp_path / f"{pair}-plain")
+        recorded = end_of(name, how, tmp_path / f"{pair}-recorded")
         found = find_differences(plain, recorded)
         plain_s = max(plain_s, plain.after_s)
         later_s = recorded.after_s - plain_s

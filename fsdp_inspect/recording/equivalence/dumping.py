@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import random
 import sys
@@ -23,26 +24,27 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from fsdp_inspect.recording.code_places import CodePlaces, find_calling_line
-from fsdp_inspect.recording.equivalence.unsharded import cast_parameters, replace_fully_shard
+from fsdp_inspect.recording.equivalence.unsharded import cast_parameters, leave_models_whole
 from fsdp_inspect.recording.tensors import local_part, tensors_in
-from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api import ddp, fsdp1, fsdp2
 from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
-from fsdp_inspect.recording.torch_api.modules import original_class, shard_offset, strip_wrappers
+from fsdp_inspect.recording.torch_api.modules import original_class, shard_offset
 from fsdp_inspect.recording.units import dtype_name
 from fsdp_inspect.trace.step_dump import (
     FINGERPRINT_LENGTH,
@@ -66,6 +68,7 @@ from fsdp_inspect.trace.step_dump import (
 
 _WAIT_S = 120.0
 _POLL_S = 0.05
+_WRAPPED = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
 _Print = tuple[str, int, Array]
 """A name, the number of the call, and the fingerprint."""
 
@@ -73,7 +76,7 @@ _Print = tuple[str, int, Array]
 def install_dump(settings: DumpSettings) -> None:
     """Dump a step of this process; call it before the script shards a model."""
     if settings.sharded is not None:
-        replace_fully_shard()
+        leave_models_whole()
     _Dumper(settings).install()
 
 
@@ -110,6 +113,8 @@ class _Dumper:
         """Gradients of earlier steps that the script has not cleared."""
         self._backwards: list[Backward] = []
         self._sums: dict[int, torch.Tensor] = {}
+        self._summed: set[int] = set()
+        """The parameters whose gradients are summed, by id."""
         self._norms: dict[int, float] = {}
         self._narrow: dict[int, str] = {}
         self._taken: list[_Print] = []
@@ -140,7 +145,7 @@ class _Dumper:
             return
         if id(module) not in self._known:
             parts = list(module.modules())
-            if not any(isinstance(part, FSDPModule) for part in parts):
+            if not any(isinstance(part, _WRAPPED) for part in parts):
                 return
             kind = original_class(module).__name__
             prefix = f"{kind}-{len(self._models)}" if self._models else ""
@@ -153,11 +158,12 @@ class _Dumper:
             self._begin()
 
     def _observe(self, prefix: str, model: nn.Module) -> None:
+        name_of = ddp.names_in(model)
         for name, module in model.named_modules():
-            fqn = _join(prefix, strip_wrappers(name))
+            fqn = _join(prefix, name_of(name))
             if module._parameters:
                 module.register_forward_pre_hook(self._parameter_watch(fqn))
-            if module is model or issubclass(type(module), FSDPModule):
+            if module is model or issubclass(type(module), _WRAPPED):
                 module.register_forward_hook(self._output_watch(fqn))
         model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._entry_watch(prefix))
@@ -271,25 +277,21 @@ class _Dumper:
     def _begin(self) -> None:
         self._is_active = True
         if self._is_sharded:
-            for at, (_, tensor) in enumerate(self._parameters()):
-                self._save("parameters", at, _local(tensor))
+            for at, part in enumerate(self._parameters()):
+                self._save("parameters", at, part.values())
             for at, buffer in enumerate(self._buffers()):
                 self._save("buffers", at, _local(buffer))
         else:
             self._take_parameters()
         self._share_random_states("step")
 
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The floating-point parameters of all models, by name; for units, the sharded parameters.
-
-        A unit that is not resharded, for example after a forward without gradients, registers its
-        full parameters.
-        """
+    def _parameters(self) -> list[_Part]:
+        """This rank's parts of the floating-point parameters of all models."""
         return [
-            (_join(prefix, name), each)
+            each._replace(name=_join(prefix, each.name))
             for prefix, model in self._models.items()
-            for name, each in _sharded_parameters(model)
-            if each.is_floating_point()
+            for each in _sharded_parameters(model)
+            if each.tensor.is_floating_point()
         ]
 
     def _buffers(self) -> list[torch.Tensor]:
@@ -300,11 +302,10 @@ class _Dumper:
         """Keep gradients of earlier steps, to which the backwards of this step add."""
         if not self._is_sharded:
             return
-        for at, (_, tensor) in enumerate(self._parameters()):
-            if tensor.grad is not None:
-                local = _local(tensor.grad)
-                if local.numel() and bool(local.any()):
-                    self._kept[at] = local.clone()
+        for at, part in enumerate(self._parameters()):
+            gradient = part.gradient()
+            if gradient is not None and gradient.numel() and bool(gradient.any()):
+                self._kept[at] = gradient.clone()
 
     def _take_parameters(self) -> None:
         assert self._settings.sharded is not None
@@ -312,8 +313,8 @@ class _Dumper:
         dumps = read_dumps(Path(self._settings.sharded))
         dumps.sort(key=lambda dump: dump.rank == self._rank)  # own values win over equal parts
         places = [{each.name: at for at, each in enumerate(dump.parameters)} for dump in dumps]
-        for name, tensor in self._parameters():
-            own = self._describe(name, tensor, None)
+        for part in self._parameters():
+            name, own = part.name, self._describe(part, None)
             held = [
                 (dump.parameters[at[name]], dump.parameter(at[name]))
                 for dump, at in zip(dumps, places, strict=True)
@@ -323,31 +324,34 @@ class _Dumper:
             if whole is None:
                 self._notes.append(f"{name}: its values in the sharded run are not known.")
                 continue
-            local = _local(tensor)
-            part = torch.from_numpy(np.ascontiguousarray(whole[slices_of(own)]))
-            local.data.copy_(part.reshape(local.shape))
+            local = part.values()
+            taken = torch.from_numpy(np.ascontiguousarray(whole[slices_of(own)]))
+            local.data.copy_(taken.reshape(local.shape))
             self._taken.append((name, 0, fingerprint(local)))
-            if tensor.requires_grad and not isinstance(tensor, DTensor):
-                tensor.register_hook(self._summing(id(tensor)))  # type: ignore[no-untyped-call]
+            self._sum_gradients_of(part.tensor)
         for at, buffer in enumerate(self._buffers()):
             path = self._other / "buffers" / f"{at}.npy"
             if path.exists():
                 values = torch.from_numpy(np.load(path, allow_pickle=False))
                 _local(buffer).copy_(values.reshape(_local(buffer).shape))
 
-    def _summing(self, key: int) -> Any:
+    def _sum_gradients_of(self, tensor: nn.Parameter) -> None:
         """Sum the gradients of all backwards in float32, as FSDP does after each reduction."""
+        key = id(tensor)
+        if key in self._summed or not tensor.requires_grad or isinstance(tensor, DTensor):
+            return
 
         def add(gradient: torch.Tensor) -> None:
             wide = gradient.detach().to(_wide(gradient.dtype))
             held = self._sums.get(key)
             self._sums[key] = wide.clone() if held is None else held.add_(wide)
 
-        return add
+        self._summed.add(key)
+        tensor.register_hook(add)  # type: ignore[no-untyped-call]
 
     def _dump_gradients(self) -> None:
-        for at, (_, tensor) in enumerate(self._parameters()):
-            gradient = self._gradient_of(tensor)
+        for at, part in enumerate(self._parameters()):
+            gradient = self._gradient_of(part)
             if gradient is not None and at in self._kept:
                 gradient = gradient - self._kept[at]
             if gradient is not None:
@@ -355,10 +359,10 @@ class _Dumper:
                 self._narrow[at] = _narrower(gradient)
                 self._save("gradients", at, gradient)
 
-    def _gradient_of(self, tensor: nn.Parameter) -> torch.Tensor | None:
-        if not self._is_sharded and not isinstance(tensor, DTensor):
-            return self._sums.get(id(tensor))
-        return None if tensor.grad is None else _local(tensor.grad)
+    def _gradient_of(self, part: _Part) -> torch.Tensor | None:
+        if not self._is_sharded and not isinstance(part.tensor, DTensor):
+            return part.within_of(self._sums.get(id(part.tensor)))
+        return part.gradient()
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -415,13 +419,13 @@ class _Dumper:
             units += own_units
             unit_of |= own_parameters
         parameters = []
-        for at, (name, tensor) in enumerate(self._parameters()):
-            unit = unit_of.get(name)
-            if self._is_sharded and unit is None and tensor.grad is not None:
+        for at, part in enumerate(self._parameters()):
+            unit, gradient = unit_of.get(part.name), part.gradient()
+            if self._is_sharded and unit is None and gradient is not None:
                 # The script may reduce it after the backward.
-                self._norms[at] = _norm(_local(tensor.grad))
-                self._save("gradients", at, _local(tensor.grad))
-            parameters.append(self._describe(name, tensor, unit, at))
+                self._norms[at] = _norm(gradient)
+                self._save("gradients", at, gradient)
+            parameters.append(self._describe(part, unit, at))
         write_index(
             StepDump(
                 folder=self._folder,
@@ -457,35 +461,41 @@ class _Dumper:
 
     # --- descriptions
 
-    def _describe(
-        self, name: str, tensor: torch.Tensor, unit: str | None, at: int | None = None
-    ) -> DumpedParameter:
-        shape, offset, local = _place(tensor)
-        now = None if tensor.grad is None else _norm(_local(tensor.grad))
+    def _describe(self, part: _Part, unit: str | None, at: int | None = None) -> DumpedParameter:
+        gradient = part.gradient()
+        now = None if gradient is None else _norm(gradient)
         before = None if at is None else self._norms.get(at)
         return DumpedParameter(
-            name=name,
-            shape=shape,
-            offset=offset,
-            local_shape=local,
-            dtype=_name(tensor.dtype),
+            name=part.name,
+            shape=part.shape,
+            offset=part.offset,
+            local_shape=tuple(part.values().shape),
+            dtype=_name(part.tensor.dtype),
             unit=unit,
-            is_trained=tensor.requires_grad,
+            is_trained=part.tensor.requires_grad,
             has_gradient=before is not None,
             change_after_backward=now / before if now is not None and before else None,
-            narrowed_to=self._narrowed_to(at, tensor),
+            narrowed_to=self._narrowed_to(at, gradient),
         )
 
-    def _narrowed_to(self, at: int | None, tensor: torch.Tensor) -> str:
+    def _narrowed_to(self, at: int | None, gradient: torch.Tensor | None) -> str:
         """The narrower dtype that the gradient fits now, but did not after the backward."""
-        if at not in self._narrow or tensor.grad is None or self._narrow[at]:
+        if at not in self._narrow or gradient is None or self._narrow[at]:
             return ""
-        return _narrower(_local(tensor.grad))
+        return _narrower(gradient)
 
     def _units(self, prefix: str, model: nn.Module) -> tuple[list[DumpedUnit], dict[str, str]]:
         """The units of a model, and the unit of each parameter."""
         units: list[DumpedUnit] = []
         unit_of: dict[str, str] = {}
+
+        def add(
+            handle: fsdp1.FlatHandle | ddp.BucketHandle, dtype: str, reduced: str, num_ranks: int
+        ) -> None:
+            name = _join(prefix, handle.name)
+            units.append(DumpedUnit(name, dtype, reduced, None, num_ranks))
+            unit_of.update((_join(prefix, each), name) for each in handle.parameter_shapes)
+
         for handle in fsdp2.find_groups(model):
             name, group = _join(prefix, handle.name), handle.group
             gathered = {_name(dtype) for dtype in map(fsdp2.gathered_dtype_of, group.fsdp_params)}
@@ -501,6 +511,15 @@ class _Dumper:
             )
             own = fsdp2.parameter_shapes(handle)
             unit_of |= {_join(prefix, parameter): name for parameter in own}
+        for one in fsdp1.find_flat_handles(model):
+            groups = [each for each in (one.shard_group, one.replicate_group) if each is not None]
+            num_ranks = math.prod(each.size() for each in groups)
+            add(one, _name(one.param_dtype), _name(one.reduce_dtype), num_ranks)
+        for path, wrapper in ddp.find_wrappers(model):
+            for bucket in ddp.find_buckets(path, wrapper):
+                dtypes = {_name(each.dtype) for each in bucket.parameters}
+                reduced = ddp.reduced_dtype_of(bucket)
+                add(bucket, ", ".join(sorted(dtypes)), _name(reduced), bucket.group.size())
         return units, unit_of
 
     def _save_prints(self, kind: str, entries: Sequence[_Print]) -> tuple[tuple[str, int], ...]:
@@ -521,7 +540,39 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}".strip(".")
 
 
-def _sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+class _Part(NamedTuple):
+    """The part of one parameter that this rank holds."""
+
+    name: str
+    tensor: nn.Parameter
+    """The parameter; in FSDP1, the flat parameter of its unit."""
+    shape: tuple[int, ...]
+    """The shape of the whole parameter. FSDP1 stores it as one dimension."""
+    offset: tuple[int, ...]
+    """The offset of the part in the whole parameter."""
+    flat: tuple[torch.Tensor, slice] | None = None
+    """In FSDP1, the shard of the unit and the elements of this parameter in it."""
+
+    def values(self) -> torch.Tensor:
+        """This rank's values."""
+        return _local(self.tensor) if self.flat is None else self.flat[0][self.flat[1]]
+
+    def gradient(self) -> torch.Tensor | None:
+        """This rank's gradient; None: there is none."""
+        gradient = self.tensor.grad
+        return None if gradient is None else self.within_of(_local(gradient))
+
+    def within_of(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """The part of a tensor of the unit that belongs to this parameter."""
+        return tensor if tensor is None or self.flat is None else tensor[self.flat[1]]
+
+
+def _sharded_parameters(model: nn.Module) -> list[_Part]:
+    """The parts of all parameters of a model.
+
+    A unit of FSDP2 that is not resharded, for example after a forward without gradients, registers
+    its full parameters: its sharded parameters count.
+    """
     sharded = {
         name: parameter
         for handle in fsdp2.find_groups(model)
@@ -531,23 +582,29 @@ def _sharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
             strict=True,
         )
     }
-    names = ((strip_wrappers(name), each) for name, each in model.named_parameters())
-    return [(name, sharded.get(name, each)) for name, each in names]
+    flats = fsdp1.find_flat_handles(model)
+    flattened = {id(each) for one in flats for each in (one.flat_parameter, *one.local_parameters)}
+    named = [each for each in model.named_parameters() if id(each[1]) not in flattened]
+    name_of = ddp.names_in(model)
+    own = {name_of(name): each for name, each in named}
+    own = {name: sharded.get(name, each) for name, each in own.items()}
+    parts = [_Part(name, each, tuple(each.shape), _offset(each)) for name, each in own.items()]
+    for one in flats:
+        tensor, shard = one.flat_parameter, one.local_shard
+        for piece in one.pieces:
+            flat = (shard, piece.within)
+            parts.append(_Part(piece.name, tensor, (piece.numel,), (piece.start,), flat))
+    return parts
+
+
+def _offset(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The offset of this rank's part in the whole tensor."""
+    found = shard_offset(tensor) if isinstance(tensor, DTensor) else ()
+    return found or (0,) * tensor.ndim
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local_part(tensor).detach()
-
-
-def _place(
-    tensor: torch.Tensor,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The shape of the whole tensor, and the offset and the shape of this rank's part."""
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return shape, (0,) * len(shape), shape
-    local = tuple(_local(tensor).shape)
-    return shape, shard_offset(tensor) or (0,) * len(shape), local
 
 
 def _narrower(gradient: torch.Tensor) -> str:

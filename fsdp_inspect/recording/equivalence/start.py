@@ -1,7 +1,7 @@
 """Start the dump in a process of the user's command, before its script runs.
 
 `fsdp-inspect equivalence` puts a `sitecustomize` module on the path of the command, which calls
-`start` in every Python process. Nothing happens until a process imports FSDP.
+`start` in every Python process. Nothing happens until a process imports torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def start() -> None:
     if text and "RANK" in os.environ and not _is_started:
         _is_started = True
         settings = DumpSettings.decode(text)
-        call_after_import("torch.distributed.fsdp", lambda: _install(settings))
+        call_after_import("torch", lambda: _install(settings))
 
 
 def _install(settings: DumpSettings) -> None:

@@ -1,9 +1,10 @@
-"""Replace `fully_shard` by a function that leaves the parameters whole on every rank.
+"""Leave the parameters whole on every rank, and the gradients unreduced.
 
 The run without sharding executes the same script. Its modules have the class that `fully_shard`
 would give them, so that the script's `isinstance` checks and settings work, but each method does
 nothing. Parameters and inputs take the dtypes of the mixed precision policy, so that both runs
-compute in the same precision.
+compute in the same precision. FSDP1 has a strategy without sharding, and DDP has whole parameters;
+both then skip their reductions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle
 
-from fsdp_inspect.recording.torch_api import fsdp2
+from fsdp_inspect.recording.torch_api import ddp, fsdp1, fsdp2
 from fsdp_inspect.recording.torch_api.dispatch import tree_map
 from fsdp_inspect.recording.torch_api.fsdp2 import SET_UNSHARD_ASYNC, modules_that_shard
 
@@ -26,8 +27,8 @@ _claimed: WeakKeyDictionary[nn.Module, dict[str, torch.dtype | None]] = WeakKeyD
 _classes: dict[type, type] = {}
 
 
-def replace_fully_shard() -> None:
-    """Replace `fully_shard` and `replicate` in all modules of torch that export them."""
+def leave_models_whole() -> None:
+    """Replace `fully_shard` and `replicate` wherever torch exports them; change FSDP1 and DDP."""
     places = modules_that_shard()
     for place in places:
         for name in ("fully_shard", "replicate"):
@@ -38,6 +39,8 @@ def replace_fully_shard() -> None:
                 setattr(place, name, _do_nothing)
     for name in ("to_local", "full_tensor"):  # scripts call them on parameters and gradients
         setattr(torch.Tensor, name, _itself)
+    ddp.skip_all_reduces()
+    fsdp1.keep_models_whole()
     fsdp2.configure = _do_nothing
     fsdp2.separate_reduce_scatter_groups = _do_nothing
 

@@ -10,6 +10,7 @@ order of ready gradients, it assigns them again. After that, buckets do not chan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -111,6 +112,26 @@ def find_wrappers(model: nn.Module) -> list[tuple[str, DistributedDataParallel]]
     ]
 
 
+def names_in(model: nn.Module) -> Callable[[str], str]:
+    """Returns the fqn of a module or parameter of a model without the segments of wrappers.
+
+    `DistributedDataParallel` calls the wrapped model `module`, which other models may have, too.
+    """
+    inner = [
+        (name, f"{name}.module".lstrip("."))
+        for name, each in model.named_modules()
+        if isinstance(each, DistributedDataParallel)
+    ]
+
+    def name_of(name: str) -> str:
+        for outer, wrapped in inner:
+            if name == wrapped or name.startswith(f"{wrapped}."):
+                return strip_wrappers(f"{outer}{name.removeprefix(wrapped)}".lstrip("."))
+        return strip_wrappers(name)
+
+    return name_of
+
+
 def find_buckets(prefix: str, wrapper: DistributedDataParallel) -> list[BucketHandle]:
     """The current buckets of a wrapped model, in the order of their all-reduces.
 
@@ -176,6 +197,14 @@ def comm_hooks_of(wrapper: DistributedDataParallel) -> list[str]:
     return [getattr(hook, "__name__", repr(hook)) for hook, _ in hooks]
 
 
+def reduced_dtype_of(bucket: BucketHandle) -> torch.dtype:
+    """The dtype in which the ranks reduce a bucket: torch's hooks can compress it."""
+    names = comm_hooks_of(bucket.wrapper)
+    if any("bf16_compress" in name for name in names):
+        return torch.bfloat16
+    return torch.float16 if any("fp16_compress" in name for name in names) else bucket.dtype
+
+
 def leaves_parameters_unused(wrapper: DistributedDataParallel) -> bool:
     """Whether the backward that ends now used not every parameter, on this rank.
 
@@ -194,3 +223,20 @@ def ddp_settings_of(wrapper: DistributedDataParallel) -> dict[str, str]:
         "static_graph": str(bool(wrapper.static_graph)),
         "gradient_as_bucket_view": str(bool(wrapper.gradient_as_bucket_view)),
     }
+
+
+def skip_all_reduces() -> None:
+    """Make each wrapped model keep this rank's own gradients; buffers are broadcast as before."""
+    original = DistributedDataParallel.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        reduces, shares = self.require_backward_grad_sync, self.require_forward_param_sync
+        self.require_backward_grad_sync = False
+        self._static_graph_delay_allreduce_enqueued = True
+        try:
+            return original(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.require_backward_grad_sync = reduces
+            self.require_forward_param_sync = shares
+
+    DistributedDataParallel.forward = forward  # type: ignore[method-assign]

@@ -9,15 +9,21 @@ parameters of nested modules, flattened into one `FlatParameter` that communicat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils as runtime
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    _runtime_utils as runtime,
+)
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import (
     RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
@@ -47,6 +53,19 @@ CALLED_BY_WRAPPER = ("_pre_forward", "_post_forward")
 ALL_GATHER = "_all_gather_flat_param"
 """The method of a handle that issues its all-gather."""
 PRE_BACKWARD = HandleTrainingState.BACKWARD_PRE
+
+
+class FlatPiece(NamedTuple):
+    """The part of one parameter in this rank's shard of a flat parameter."""
+
+    name: str
+    """The fqn, without wrapper segments."""
+    numel: int
+    """Elements of the whole parameter."""
+    start: int
+    """The first element that this rank holds."""
+    within: slice
+    """The elements of the shard, which may be none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +175,27 @@ class FlatHandle:
             strip_wrappers(f"{prefix}{fqn}"): list(shape)
             for fqn, shape in zip(flat._fqns, flat._shapes, strict=True)
         }
+
+    @property
+    def local_shard(self) -> torch.Tensor:
+        """This rank's part of the flat parameter, with padding; shape: (elements,)."""
+        flat = self.flat_parameter
+        return flat.data if self.is_replicated else flat._local_shard
+
+    @property
+    def pieces(self) -> list[FlatPiece]:
+        """The parts of all parameters in `local_shard`, in the order of the flat parameter."""
+        flat, numel = self.flat_parameter, self.local_shard.numel()
+        first = 0 if self.is_replicated else self.handle.rank * numel
+        spans = zip(self.handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+        begins = [begin for (begin, _), is_padding in spans if not is_padding]
+        found = []
+        for (name, shape), begin in zip(self.parameter_shapes.items(), begins, strict=True):
+            size = math.prod(shape)
+            low, high = (min(max(first, begin), begin + size), min(first + numel, begin + size))
+            within = slice(low - first, max(high, low) - first) if high > low else slice(0, 0)
+            found.append(FlatPiece(name, size, low - begin, within))
+        return found
 
     @property
     def trainable_numel(self) -> int:
@@ -292,3 +332,22 @@ training_state_of: Callable[[FlatParamHandle], HandleTrainingState] = attrgetter
 def has_begun_backward(handle: FlatParamHandle) -> bool:
     """Whether torch has run the hook of this backward on the handle."""
     return bool(getattr(handle, "_ran_pre_backward_hook", False))
+
+
+def keep_models_whole() -> None:
+    """Make each model that is wrapped later keep whole parameters, and reduce no gradient."""
+    original = FullyShardedDataParallel.__init__
+    parameters = signature(original)
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = parameters.bind(self, *args, **kwargs)
+        if isinstance(given.arguments.get("process_group"), tuple):  # of a hybrid strategy
+            del given.arguments["process_group"]
+        given.arguments.pop("device_mesh", None)
+        given.arguments["sharding_strategy"] = ShardingStrategy.NO_SHARD
+        original(*given.args, **given.kwargs)
+        modules: list[Any] = FullyShardedDataParallel.fsdp_modules(self)
+        for module in modules:
+            module._sync_gradients = False
+
+    FullyShardedDataParallel.__init__ = build  # type: ignore[method-assign]

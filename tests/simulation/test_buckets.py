@@ -1,0 +1,169 @@
+"""Predictions of steps with other buckets of DDP, against backwards that are computed by hand."""
+
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from fsdp_inspect.advice.run_advice import find_findings
+from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.report.simulation import render_buckets
+from fsdp_inspect.simulation.buckets import measure_buckets, predict_buckets
+from fsdp_inspect.trace.codes import EventKind, Phase, Stream
+from fsdp_inspect.trace.run import ProcessGroup
+from tests.builders import MIB, InMemoryRun, RunBuilder
+from tests.report.terminal_text import text_of
+
+FORWARD_NS, OPTIMIZER_NS, NS_PER_BYTE = 5_000_000, 1_000_000, 0.5
+"""Each byte of gradients takes this time of backward."""
+BANDWIDTH, LATENCY_NS = 4e9, 20_000
+BUS_FACTOR = {2: 1.0, 4: 1.5}
+
+
+def run_of(
+    buckets: list[list[int]],
+    *,
+    num_ranks: int = 2,
+    per_byte: float = NS_PER_BYTE,
+    **manifest: object,
+) -> InMemoryRun:
+    """Six equal steps; `buckets` has the elements of each parameter, in the order of backward."""
+    builder = RunBuilder(
+        [f"bucket {place}" for place in range(len(buckets))],
+        world_size=num_ranks,
+        warmup_steps=1,
+        **{"sharder": "ddp", "observed": {"bucket_cap_mb": "25"}, **manifest},
+        process_groups=[
+            ProcessGroup(index=0, name="all", ranks=list(range(num_ranks)), role="replicate")
+        ],
+    )
+    names = iter(range(10_000))
+    for place, sizes in enumerate(buckets):
+        parameters = {f"p{next(names)}": [size] for size in sizes}
+        builder.unit(f"bucket {place}", parameters=parameters, replicate_group=0, shard_group=-1)
+    start = 0
+    for step in range(6):
+        start = add_step(builder, step, start, buckets, per_byte)
+    return builder.build()
+
+
+def add_step(
+    builder: RunBuilder, step: int, start: int, buckets: list[list[int]], per_byte: float
+) -> int:
+    rank = builder.rank(0)
+    begin = now = start + FORWARD_NS
+    free, rows = begin, []
+    for place, sizes in enumerate(buckets):
+        message = 4 * sum(sizes)
+        now += round(message * per_byte)
+        begins = max(now, free)
+        free = begins + duration_of(message, builder.world_size)
+        rows.append((f"bucket {place}", place, message, now, begins, free))
+    end = max(now, free) + 1000
+    rank.step(step, start, end + OPTIMIZER_NS)
+    rank.add(EventKind.FORWARD, start, begin, phase=Phase.FORWARD)
+    rank.add(EventKind.BACKWARD, begin, end, phase=Phase.BACKWARD)
+    waits_from = now
+    for unit, place, message, ready, begins, done in rows:
+        rank.all_reduce(
+            unit, begins, done,
+            issue_ns=ready, bytes=message, group=0, collective=step * 100 + place,
+            sequence=step * len(rows) + place,
+        )  # fmt: skip
+        until = max(waits_from, done)
+        rank.add(
+            EventKind.ALL_REDUCE_WAIT, waits_from, until,
+            unit=unit, phase=Phase.BACKWARD, collective=step * 100 + place,
+        )  # fmt: skip
+        waits_from = until
+    rank.optimizer(end, end + OPTIMIZER_NS)
+    return end + OPTIMIZER_NS
+
+
+def duration_of(message: int, num_ranks: int) -> int:
+    return round(LATENCY_NS + message * BUS_FACTOR[num_ranks] / BANDWIDTH * 1e9)
+
+
+def assign(sizes: list[int], cap_mb: float) -> list[list[int]]:
+    """The buckets of torch, for parameters of float32."""
+    found: list[list[int]] = [[]]
+    for size in sizes:
+        found[-1].append(size)
+        if 4 * sum(found[-1]) >= cap_mb * MIB:
+            found.append([])
+    return [each for each in found if each]
+
+
+ROUNDING_NS = 20
+SIZES = st.lists(st.integers(20_000, 1_500_000), min_size=4, max_size=20)
+
+
+@settings(max_examples=20)
+@given(SIZES, st.sampled_from([1.0, 3.0, 10.0, 100.0]), st.sampled_from([2, 4]))
+def test_the_prediction_of_a_size_is_the_step_with_that_size(
+    sizes: list[int], cap_mb: float, num_ranks: int
+) -> None:
+    recorded, wanted = assign(sizes, 2.0), assign(sizes, cap_mb)
+    run = run_of(recorded, num_ranks=num_ranks)
+    if len({sum(each) for each in recorded}) < 3:
+        return  # the line of the network is not known
+    true = run_of(wanted, num_ranks=num_ranks)
+
+    work = measure_buckets(run)
+    found = predict_buckets(work, cap_mb)
+    truth = measure_buckets(true)
+
+    assert abs(found.replay_error) < 1e-3
+    assert [each.num_tensors for each in found.rows()] == [len(each) for each in wanted]
+    assert found.predicted.step_time_ns == pytest.approx(truth.step_time_ns, rel=2e-3)
+    assert found.low_ns <= truth.step_time_ns <= found.high_ns
+    gain_ns = work.step_time_ns - truth.step_time_ns
+    assert found.gain_low_ns - ROUNDING_NS <= gain_ns <= found.gain_high_ns + ROUNDING_NS
+
+
+MIB_ELEMENTS = MIB // 4
+BLOCKS = [MIB_ELEMENTS, *[2 * MIB_ELEMENTS, MIB_ELEMENTS // 2] * 6]
+
+
+def test_without_overlap_all_reduces_begin_after_the_last_gradient() -> None:
+    work = measure_buckets(run_of(assign(BLOCKS, 2.0)))
+    found = predict_buckets(work, None, overlaps=False)
+    exposed = sum(duration_of(4 * sum(each), 2) for each in assign(BLOCKS, 2.0))
+    assert found.predicted.exposed_ns == pytest.approx(exposed, rel=1e-3)
+    assert found.change > 0
+    assert "longer than with the recorded buckets" in text_of(render_buckets(found))
+
+
+def test_advice_names_the_size_whose_gain_is_certain() -> None:
+    (finding,) = [
+        each for each in find_findings(run_of(assign(BLOCKS, 12.0))) if each.rule == "R38"
+    ]
+    assert re.fullmatch(r"Buckets of [125] MiB hide more of DDP's all-reduces\.", finding.sentence)
+    assert finding.effect.saved_low_ns > 0
+    best = measure_buckets(run_of(assign(BLOCKS, float(finding.do[0].split("=")[1][:-1]))))
+    recorded = measure_buckets(run_of(assign(BLOCKS, 12.0)))
+    gain_ns = recorded.step_time_ns - best.step_time_ns
+    assert finding.effect.saved_low_ns - ROUNDING_NS <= gain_ns
+    assert gain_ns <= finding.effect.saved_high_ns + ROUNDING_NS
+    small = run_of(assign(BLOCKS, 2.0), per_byte=8.0)  # all is hidden
+    assert not [each for each in find_findings(small) if each.rule == "R38"]
+
+
+def test_other_runs_are_refused_with_the_reason() -> None:
+    with pytest.raises(MissingDataError, match=r"it uses FSDP2\. Expected a run of Distributed"):
+        measure_buckets(run_of(assign(BLOCKS, 2.0), sharder="fsdp2"))
+    run = run_of(assign(BLOCKS, 2.0))
+    run.event_tables[0].unit[run.event_tables[0].stream == Stream.ALL_REDUCE] = -1
+    with pytest.raises(MissingDataError, match="do not reduce every bucket once"):
+        measure_buckets(run)
+
+
+def test_a_size_that_is_no_size_is_refused() -> None:
+    work = measure_buckets(run_of(assign(BLOCKS, 2.0)))
+    with pytest.raises(ValueError, match=r"Invalid bucket_cap_mb: 0\. Expected a number above 0"):
+        predict_buckets(work, 0)
+    assert all(
+        one <= other
+        for one, other in pairwise(each.start_ns for each in predict_buckets(work, 5).rows())
+    )
