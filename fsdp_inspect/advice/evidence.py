@@ -108,6 +108,8 @@ class Evidence:
     """The memory without sharding; None for runs without FSDP or DDP."""
     trust: Trust = field(default_factory=Trust)
     """The evidence for and against times and gains."""
+    unused_by_rank: tuple[str, ...] = ()
+    """`RankRecord.unused_parameters` of the recorded ranks."""
     buckets: BucketSimulation | None = None
     """The best size of DDP's buckets; None: the recorded one, or it is unknown."""
     replication: ReplicationSaving | None = None

@@ -227,8 +227,8 @@ RULES: Mapping[str, Rule] = {
     "R36": Rule(
         "do not search for unused parameters",
         ("finding",),
-        "DDP with find_unused_parameters, without static_graph: every backward of rank 0 used all "
-        "parameters.",
+        "DDP with find_unused_parameters, without static_graph: every backward of the recorded "
+        "ranks used all parameters.",
     ),
     "R37": Rule(
         "gather fewer and larger messages under ZeRO-3",

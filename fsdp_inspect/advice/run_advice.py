@@ -177,6 +177,7 @@ def _evidence(run: RunSource, summary: Summary, *, for_plans: bool = True) -> Ev
         pipeline=try_measure(measure_pipeline, run, damage),
         optimizer_wait=try_measure(measure_optimizer_wait, run, damage),
         whole_memory=whole,
+        unused_by_rank=tuple(record.unused_parameters for record in run.ranks),
         buckets=try_measure(find_best_buckets, run, damage)
         if run.manifest.sharder == DDP
         else None,

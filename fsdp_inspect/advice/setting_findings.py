@@ -365,6 +365,11 @@ def _search_of_unused(evidence: Evidence) -> Iterator[Finding]:
         return
     if observed.get("unused_parameters") != "none" or observed.get("static_graph") == "True":
         return
+    ranks = evidence.unused_by_rank
+    if "some" in ranks:
+        return
+    of_all = len(ranks) == evidence.manifest.world_size and {*ranks} == {"none"}
+    others = "of later steps use" if of_all else "of other ranks and of later steps use"
     yield Finding(
         "R36",
         (),
@@ -374,8 +379,8 @@ def _search_of_unused(evidence: Evidence) -> Iterator[Finding]:
         ("Set find_unused_parameters=False, the default.",),
         effect=Effect(sentence="None is predicted: the time of the search is not recorded."),
         assumptions=(
-            "Backwards of other ranks and of later steps use every parameter, like those of rank "
-            "0. Else torch stops with an error that names the setting.",
+            f"Backwards {others} every parameter, like the recorded ones. Else torch stops with an "
+            "error that names the setting.",
         ),
         snippet="model = DistributedDataParallel(model, find_unused_parameters=False)",
     )

@@ -681,7 +681,8 @@ class Attachment:
         if session.step == 1 or is_new or self._sharder.num_changes != self._num_settled:
             self._settle_units()
             self._write_manifest()
-            self._writer.update(**self._describe_groups())
+            unused = self._manifest.observed.get("unused_parameters", "")
+            self._writer.update(**self._describe_groups(), unused_parameters=unused)
         self._keep_training()
         if session.step == 1 or self._life_has_news():
             self._describe_life()

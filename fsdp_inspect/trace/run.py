@@ -649,6 +649,9 @@ class RankRecord(Record):
     rank 0 lacks. Empty: not recorded, the groups of the manifest apply."""
     training: TrainingSeen | None = None
     """What the rank observed of its training in the first steps; None: not observed."""
+    unused_parameters: str = ""
+    """DDP with `find_unused_parameters`: whether its backwards used `some` parameters not, or
+    `none`. Empty: unknown."""
     recorder: RecorderUse | None = None
     """What the recorder used; None: each step was recorded in detail."""
     coordinates: dict[str, Index] = Field(default_factory=dict)

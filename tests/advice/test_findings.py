@@ -226,3 +226,14 @@ OBSERVED = {"find_unused_parameters": "True", "unused_parameters": "none", "stat
 def test_a_search_for_unused_parameters_is_named_if_there_are_none(changes):
     found = findings(sharder=DDP, observed=OBSERVED | changes)
     assert ("R36" in rules(found)) == (not changes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_found", "of_others"),
+    [(("none", "none"), True, False), (("none", ""), True, True), (("none", "some"), False, False)],
+)
+def test_a_search_that_another_rank_needs_is_not_named(ranks, is_found, of_others):
+    evidence = replace(evidence_of(sharder=DDP, observed=OBSERVED), unused_by_rank=ranks)
+    found = [each for each in find_first_things(evidence) if each.rule == "R36"]
+    assert bool(found) == is_found
+    assert any("of other ranks" in each.assumptions[0] for each in found) == of_others

@@ -339,6 +339,8 @@ def test_the_map_of_used_parameters_belongs_to_no_bucket(recorded: Recorded) -> 
     events = recorded.events("ddp_unused_parameters_3")
     without = events.where((events.kind == EventKind.ALL_REDUCE) & (events.unit == NO_UNIT))
     assert without.bytes.tolist() == [17 * 4]  # an int32 for each parameter
+    ranks = recorded.run("ddp_unused_parameters_3").ranks
+    assert [rank.unused_parameters for rank in ranks] == ["some"] * len(ranks)
 
 
 def test_a_microbatch_without_sync_reduces_nothing(recorded: Recorded) -> None:
