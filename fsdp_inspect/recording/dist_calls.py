@@ -228,10 +228,15 @@ class DistCalls:
         group = group or dist.group.WORLD
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
             return 0
+        session = self._session
+        begun = session.clock.host_now() if session.times_plain else 0
         tensors = tensors_of(message)
         dtype = dtype_code((tensors[0] if tensors else torch.empty(0)).dtype)
         unit = self._reduced_unit(kind, group)
-        return self._session.note_issue(kind, unit, group, bytes_of(tensors), dtype)
+        number = session.note_issue(kind, unit, group, bytes_of(tensors), dtype)
+        if begun:
+            session.plain_ns += session.clock.host_now() - begun
+        return number
 
     def _note_issue(self, communication: Communication, group: dist.ProcessGroup) -> None:
         """Note the collective in the black box, before torch issues it."""
