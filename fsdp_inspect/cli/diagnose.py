@@ -38,6 +38,14 @@ def diagnose(  # noqa: PLR0913 - one argument an option
     brief: Annotated[
         bool, typer.Option("--brief", help="Show only the sentence and the next steps.")
     ] = False,
+    decision: Annotated[
+        bool,
+        typer.Option(
+            "--decide",
+            help="For schedulers: print only what to do next. Exit codes: 0 continue, 10 restart, "
+            "11 stop, 12 exclude a node, 2 cannot tell. --json names the nodes.",
+        ),
+    ] = False,
     attempt: Annotated[
         int | None,
         typer.Option(
@@ -88,6 +96,7 @@ def diagnose(  # noqa: PLR0913 - one argument an option
     """
     import json
 
+    from fsdp_inspect.diagnosis.decision import EXIT_CODES, decide
     from fsdp_inspect.report.diagnosis import diagnosis_to_dict, render_diagnosis
 
     begun_s = time.monotonic()
@@ -103,7 +112,11 @@ def diagnose(  # noqa: PLR0913 - one argument an option
             found = _with_plans(opened, found, write, tasks)
     if as_json:
         head = {"run_id": opened.id, "source": opened.manifest.source, "notes": list(opened.notes)}
-        print(json.dumps({**head, **diagnosis_to_dict(found)}, indent=2, allow_nan=False))
+        answer = {**head, "decision": None, **diagnosis_to_dict(found)}
+        answer["decision"] = decide(found, opened.source).to_dict()
+        print(json.dumps(answer, indent=2, allow_nan=False))
+    elif decision:
+        print(decide(found, opened.source).sentence)
     else:
         if at_end is not None:
             print("fsdp_inspect: ", end="")
@@ -111,6 +124,8 @@ def diagnose(  # noqa: PLR0913 - one argument an option
         if at_end is not None:
             with contextlib.suppress(OSError):
                 at_end.touch()  # no other process explains the same end
+    if decision:
+        raise typer.Exit(EXIT_CODES[decide(found, opened.source).action])
     codes = {"healthy": HEALTHY, "problem": PROBLEM}
     raise typer.Exit(codes.get(found.status.value, CANNOT_TELL))
 

@@ -75,8 +75,8 @@ def run_end(
     fault = folder / "fault"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     if name.startswith("restart"):
-        # With a static rendezvous, a restart finds the keys of the attempt before in torch's store.
-        # At times gloo then connects to ranks that have ended, and fails, also without a recorder.
+        # A restart needs a store of its own. In the store of the attempt before, gloo finds the
+        # addresses of ranks that have ended, and at times it fails, also without a recorder.
         command += ["--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=end"]
         command += [f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--local-addr=127.0.0.1"]
     else:
@@ -91,6 +91,7 @@ def run_end(
         ],
     }[recorded]
     environment = {**os.environ, "FAULT_TIME": str(fault), "PYTHONFAULTHANDLER": ""}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (folder / "stderr").open("wb") as stderr:
         job = subprocess.Popen(
             command,

@@ -1,0 +1,198 @@
+"""Decide what a scheduler does after a run: restart it, stop, exclude a node, or let it continue.
+
+| finding | decision |
+|---|---|
+| the device of a rank failed (ECC, NVLink, fell off the bus) | exclude its node |
+| ranks of one node of several were at fault in two starts in a row, without an error | exclude it |
+| the same error in two starts in a row, or out of memory | stop |
+| an error of the script, other collectives, uneven batches, a deadlock, a wrong training | stop |
+| an error of files or of the network, such as `ConnectionError` | restart |
+| the kernel killed a rank for memory | stop |
+| a rank was killed or crashed, the network stands, the job was ended from outside | restart |
+| slow, or the step time drifted | continue |
+
+A restart repeats what the script does, so it cannot mend the script. What kills a process from
+outside may be over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, diagnose
+from fsdp_inspect.diagnosis.ends import EndKind
+from fsdp_inspect.diagnosis.process_signs import ProcessState
+from fsdp_inspect.formatting import format_ranks, listed, plural
+from fsdp_inspect.trace.run import RunSource
+
+_DEVICE_FAILED = re.compile(
+    r"uncorrectable (ECC|NVLink)|ECC error|fallen off the bus|hardware (stack )?error"
+    r"|device unavailable|CUDA-capable device\(s\) is/are busy|Xid|NVLink error",
+    re.IGNORECASE,
+)
+_MAY_PASS = re.compile(
+    r"^(OSError|IOError|BlockingIOError|(Connection|BrokenPipe|Timeout|URL|HTTP)\w*|\w*(Timeout|Network)Error)\b"
+)
+"""Errors of files and of the network, which may be over."""
+_OF_SCRIPT = {
+    ProblemClass.ORDER_DIVERGED: "the ranks issue different collectives",
+    ProblemClass.SIZE_MISMATCH: "the ranks reduce tensors of different sizes or dtypes",
+    ProblemClass.UNEVEN_BATCHES: "the ranks have different numbers of batches",
+    ProblemClass.RANK_EXITED_EARLY: "a rank leaves the loop before the others",
+    ProblemClass.FOREIGN_COLLECTIVE: "only some ranks reach a collective of the script",
+    ProblemClass.HOST_DEADLOCK: "threads of the script wait for each other",
+    ProblemClass.OUT_OF_MEMORY: "the next start needs the same memory",
+    ProblemClass.NOT_FINITE: "the values are not finite",
+    ProblemClass.PRECISION_LOSS: "updates are lost",
+    ProblemClass.LOSS_SPIKE: "the loss has not recovered",
+    ProblemClass.TRAINING: "the training itself is wrong",
+}
+"""Why a restart does not help."""
+
+
+class Action(StrEnum):
+    """What a scheduler can do."""
+
+    CONTINUE = "continue"
+    RESTART = "restart"
+    STOP = "stop"
+    EXCLUDE = "exclude"
+    """Restart without some nodes."""
+    CANNOT_TELL = "cannot tell"
+
+
+EXIT_CODES = {
+    Action.CONTINUE: 0,
+    Action.CANNOT_TELL: 2,
+    Action.RESTART: 10,
+    Action.STOP: 11,
+    Action.EXCLUDE: 12,
+}
+"""The exit code of `diagnose --decide`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a scheduler does next."""
+
+    action: Action
+    nodes: tuple[str, ...]
+    """For `EXCLUDE`: the hosts to leave out."""
+    is_certain: bool
+    """Whether the diagnosis is certain and the decision follows from it."""
+    reason: str
+    """Why, as a clause."""
+
+    @property
+    def sentence(self) -> str:
+        """The decision in words, such as `Exclude node gpu-7: the device of rank 3 failed`."""
+        nodes = f" node{'s' * (len(self.nodes) > 1)} {listed(self.nodes, 4)}" if self.nodes else ""
+        text = f"{self.action.value}{nodes}: {self.reason}."
+        return text[0].upper() + text[1:] if self.is_certain else f"Probably: {text}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes as JSON values, with the sentence."""
+        return {
+            "action": self.action.value,
+            "nodes": list(self.nodes),
+            "is_certain": self.is_certain,
+            "sentence": self.sentence,
+        }
+
+
+def decide(found: Diagnosis, run: RunSource) -> Decision:
+    """Decide what follows from a diagnosis.
+
+    Args:
+        found: The diagnosis of the run.
+        run: The run. Its earlier attempts show what repeats.
+    """
+    if found.status is Status.HEALTHY:
+        return Decision(Action.CONTINUE, (), True, "no problem was found")
+    if found.status is Status.CANNOT_TELL or found.problem is None:
+        return Decision(Action.CANNOT_TELL, (), True, "the problem of the run is not known")
+    return next(_decisions(found, run))
+
+
+def _decisions(found: Diagnosis, run: RunSource) -> Iterator[Decision]:
+    """The decisions that apply, the strongest first."""
+    hosts = {record.rank: record.host for record in run.ranks}
+    at_fault = tuple(sorted({hosts[rank] for rank in found.ranks if hosts.get(rank)}))
+    before = diagnose(run.earlier_attempts[-1]) if run.earlier_attempts else None
+    if before is not None and before.problem is not found.problem:
+        before = None
+    if _DEVICE_FAILED.search(found.failure) and at_fault:
+        reason = f"the device of {format_ranks(found.ranks)} failed"
+        yield Decision(Action.EXCLUDE, at_fault, found.is_certain, reason)
+    yield from _of_class(found)
+    if _is_error(found):
+        yield _of_error(found, before)
+    if at_fault and len({*hosts.values()} - {""}) > len(at_fault):
+        yield from _of_node(found, before, run, at_fault)
+    yield Decision(Action.RESTART, (), False, "nothing shows that the next start fails too")
+
+
+def _of_class(found: Diagnosis) -> Iterator[Decision]:
+    """The decision that follows from the class of the problem alone."""
+    if found.problem in _OF_SCRIPT:
+        reason = f"a restart does not help, because {_OF_SCRIPT[found.problem]}"
+        yield Decision(Action.STOP, (), found.is_certain, reason)
+    elif found.problem in (ProblemClass.SLOW_BUT_ALIVE, ProblemClass.DRIFT):
+        yield Decision(Action.CONTINUE, (), found.is_certain, "the training makes progress")
+    elif found.problem is ProblemClass.STOPPED:
+        yield Decision(Action.RESTART, (), found.is_certain, "the job was ended from outside")
+    elif found.oom_kills and found.problem is ProblemClass.RANK_DIED and not _is_error(found):
+        reason = "the machine ran out of memory, and the next start needs as much"
+        yield Decision(Action.STOP, (), False, reason)
+
+
+def _of_error(found: Diagnosis, before: Diagnosis | None) -> Decision:
+    """The decision after an error that Python code raised."""
+    who = format_ranks(found.ranks)
+    if before is not None and _first_line(before) == _first_line(found):
+        reason = f"{who} failed with the same error in two starts in a row"
+        return Decision(Action.STOP, (), found.is_certain, reason)
+    if _MAY_PASS.search(found.failure):
+        reason = "errors of files or of the network may be over"
+        return Decision(Action.RESTART, (), False, reason)
+    reason = f"{who} failed with an error of the script, which the next start repeats"
+    return Decision(Action.STOP, (), False, reason)
+
+
+def _of_node(
+    found: Diagnosis, before: Diagnosis | None, run: RunSource, at_fault: tuple[str, ...]
+) -> Iterator[Decision]:
+    """The decision if the nodes at fault are not all nodes."""
+    if before is not None and before.ranks:
+        earlier = {record.rank: record.host for record in run.earlier_attempts[-1].ranks}
+        if {earlier.get(rank) for rank in before.ranks} == {*at_fault}:
+            reason = f"{plural(len(at_fault), 'node')} at fault in two starts in a row"
+            yield Decision(Action.EXCLUDE, at_fault, False, reason)
+    if found.problem is ProblemClass.RANK_LATE and _waits_for_device(found):
+        reason = f"{format_ranks(found.ranks)} waits for a device or a disk of its machine"
+        yield Decision(Action.EXCLUDE, at_fault, False, reason)
+
+
+def _is_error(found: Diagnosis) -> bool:
+    """Whether Python code of a rank at fault raised an error that no other rank explains."""
+    states = [found.state_of(rank) for rank in found.ranks]
+    return any(state is not None and state.end.kind is EndKind.EXCEPTION for state in states)
+
+
+def _first_line(found: Diagnosis) -> str:
+    """The error without its step and its numbers."""
+    return re.sub(r"\d+", "", found.failure.split("\n", 1)[0]) + found.location
+
+
+def _waits_for_device(found: Diagnosis) -> bool:
+    states = [found.state_of(rank) for rank in found.ranks]
+    return bool(states) and all(
+        state is not None
+        and state.process is not None
+        and state.process.state is ProcessState.WAITS_FOR_DEVICE
+        for state in states
+    )
