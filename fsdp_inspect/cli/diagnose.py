@@ -4,7 +4,9 @@ import contextlib
 import select
 import shlex
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +21,7 @@ from fsdp_inspect.cli.arguments import (
     require_new_file,
 )
 from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
+from fsdp_inspect.store.schema import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.diagnose import Diagnosis
@@ -80,6 +83,9 @@ def diagnose(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Explain why a run hung, died or went wrong: the rank, the unit, the line of code.
 
+    RUN can also be a folder of dumps of torch's flight recorder (`nccl_trace_rank_0`), so that no
+    recorder is needed.
+
     It works while the job hangs, and after it was killed. It reads the files in the folder of each
     rank: the last collectives, the stacks of its threads, and its exit.
 
@@ -104,9 +110,9 @@ def diagnose(  # noqa: PLR0913 - one argument an option
         import fsdp_inspect.run  # noqa: F401 - loaded while the ranks still write
 
         _await_ranks(job, max(begun_s + SETTLE_S - time.monotonic(), _LAST_SETTLE_S))
-    with open_tasks(dask) as connected:
+    with open_tasks(dask) as connected, _as_run(run) as folder:
         tasks = show_bars(connected)
-        opened = open_run_argument(run, tasks, attempt)
+        opened = open_run_argument(folder, tasks, attempt)
         found = opened.diagnose(with_plans=False)
         if not brief or write is not None:
             found = _with_plans(opened, found, write, tasks)
@@ -128,6 +134,24 @@ def diagnose(  # noqa: PLR0913 - one argument an option
         raise typer.Exit(EXIT_CODES[decide(found, opened.source).action])
     codes = {"healthy": HEALTHY, "problem": PROBLEM}
     raise typer.Exit(codes.get(found.status.value, CANNOT_TELL))
+
+
+@contextlib.contextmanager
+def _as_run(argument: str) -> Iterator[str]:
+    """The run that RUN names; dumps of torch's flight recorder become a temporary run."""
+    path = Path(argument)
+    if not path.exists() or (path / MANIFEST_FILE).exists():
+        yield argument
+        return
+    from fsdp_inspect.importing.flight_recorder import import_dumps, looks_like_dumps
+
+    if not looks_like_dumps(path):
+        yield argument
+        return
+    with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as folder:
+        target = Path(folder) / (path.stem or "dumps")
+        import_dumps(path, target)
+        yield str(target)
 
 
 def _await_ranks(job: int, timeout_s: float) -> None:

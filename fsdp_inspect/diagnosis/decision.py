@@ -54,7 +54,7 @@ _OF_SCRIPT = {
 """Why a restart does not help."""
 
 
-class Action(StrEnum):
+class SchedulerAction(StrEnum):
     """What a scheduler can do."""
 
     CONTINUE = "continue"
@@ -66,11 +66,11 @@ class Action(StrEnum):
 
 
 EXIT_CODES = {
-    Action.CONTINUE: 0,
-    Action.CANNOT_TELL: 2,
-    Action.RESTART: 10,
-    Action.STOP: 11,
-    Action.EXCLUDE: 12,
+    SchedulerAction.CONTINUE: 0,
+    SchedulerAction.CANNOT_TELL: 2,
+    SchedulerAction.RESTART: 10,
+    SchedulerAction.STOP: 11,
+    SchedulerAction.EXCLUDE: 12,
 }
 """The exit code of `diagnose --decide`."""
 
@@ -79,7 +79,7 @@ EXIT_CODES = {
 class Decision:
     """What a scheduler does next."""
 
-    action: Action
+    action: SchedulerAction
     nodes: tuple[str, ...]
     """For `EXCLUDE`: the hosts to leave out."""
     is_certain: bool
@@ -112,9 +112,11 @@ def decide(found: Diagnosis, run: RunSource) -> Decision:
         run: The run. Its earlier attempts show what repeats.
     """
     if found.status is Status.HEALTHY:
-        return Decision(Action.CONTINUE, (), True, "no problem was found")
+        return Decision(SchedulerAction.CONTINUE, (), True, "no problem was found")
     if found.status is Status.CANNOT_TELL or found.problem is None:
-        return Decision(Action.CANNOT_TELL, (), True, "the problem of the run is not known")
+        return Decision(
+            SchedulerAction.CANNOT_TELL, (), True, "the problem of the run is not known"
+        )
     return next(_decisions(found, run))
 
 
@@ -127,27 +129,33 @@ def _decisions(found: Diagnosis, run: RunSource) -> Iterator[Decision]:
         before = None
     if _DEVICE_FAILED.search(found.failure) and at_fault:
         reason = f"the device of {format_ranks(found.ranks)} failed"
-        yield Decision(Action.EXCLUDE, at_fault, found.is_certain, reason)
+        yield Decision(SchedulerAction.EXCLUDE, at_fault, found.is_certain, reason)
     yield from _of_class(found)
     if _is_error(found):
         yield _of_error(found, before)
     if at_fault and len({*hosts.values()} - {""}) > len(at_fault):
         yield from _of_node(found, before, run, at_fault)
-    yield Decision(Action.RESTART, (), False, "nothing shows that the next start fails too")
+    yield Decision(
+        SchedulerAction.RESTART, (), False, "nothing shows that the next start fails too"
+    )
 
 
 def _of_class(found: Diagnosis) -> Iterator[Decision]:
     """The decision that follows from the class of the problem alone."""
     if found.problem in _OF_SCRIPT:
         reason = f"a restart does not help, because {_OF_SCRIPT[found.problem]}"
-        yield Decision(Action.STOP, (), found.is_certain, reason)
+        yield Decision(SchedulerAction.STOP, (), found.is_certain, reason)
     elif found.problem in (ProblemClass.SLOW_BUT_ALIVE, ProblemClass.DRIFT):
-        yield Decision(Action.CONTINUE, (), found.is_certain, "the training makes progress")
+        yield Decision(
+            SchedulerAction.CONTINUE, (), found.is_certain, "the training makes progress"
+        )
     elif found.problem is ProblemClass.STOPPED:
-        yield Decision(Action.RESTART, (), found.is_certain, "the job was ended from outside")
+        yield Decision(
+            SchedulerAction.RESTART, (), found.is_certain, "the job was ended from outside"
+        )
     elif found.oom_kills and found.problem is ProblemClass.RANK_DIED and not _is_error(found):
         reason = "the machine ran out of memory, and the next start needs as much"
-        yield Decision(Action.STOP, (), False, reason)
+        yield Decision(SchedulerAction.STOP, (), False, reason)
 
 
 def _of_error(found: Diagnosis, before: Diagnosis | None) -> Decision:
@@ -155,12 +163,12 @@ def _of_error(found: Diagnosis, before: Diagnosis | None) -> Decision:
     who = format_ranks(found.ranks)
     if before is not None and _first_line(before) == _first_line(found):
         reason = f"{who} failed with the same error in two starts in a row"
-        return Decision(Action.STOP, (), found.is_certain, reason)
+        return Decision(SchedulerAction.STOP, (), found.is_certain, reason)
     if _MAY_PASS.search(found.failure):
         reason = "errors of files or of the network may be over"
-        return Decision(Action.RESTART, (), False, reason)
+        return Decision(SchedulerAction.RESTART, (), False, reason)
     reason = f"{who} failed with an error of the script, which the next start repeats"
-    return Decision(Action.STOP, (), False, reason)
+    return Decision(SchedulerAction.STOP, (), False, reason)
 
 
 def _of_node(
@@ -171,10 +179,10 @@ def _of_node(
         earlier = {record.rank: record.host for record in run.earlier_attempts[-1].ranks}
         if {earlier.get(rank) for rank in before.ranks} == {*at_fault}:
             reason = f"{plural(len(at_fault), 'node')} at fault in two starts in a row"
-            yield Decision(Action.EXCLUDE, at_fault, False, reason)
+            yield Decision(SchedulerAction.EXCLUDE, at_fault, False, reason)
     if found.problem is ProblemClass.RANK_LATE and _waits_for_device(found):
         reason = f"{format_ranks(found.ranks)} waits for a device or a disk of its machine"
-        yield Decision(Action.EXCLUDE, at_fault, False, reason)
+        yield Decision(SchedulerAction.EXCLUDE, at_fault, False, reason)
 
 
 def _is_error(found: Diagnosis) -> bool:

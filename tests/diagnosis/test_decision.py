@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fsdp_inspect.diagnosis.decision import Action, decide
+from fsdp_inspect.diagnosis.decision import SchedulerAction, decide
 from fsdp_inspect.diagnosis.diagnose import diagnose
 from fsdp_inspect.trace.run import RunStatus
 from tests.browser.states import write_crashed
@@ -29,24 +29,24 @@ def failed(*earlier: InMemoryRun, text: str, at: int = 1, place: str = "train.py
 
 ONCE = failed(text="ValueError at step 4: no label 17")
 CASES = {
-    "healthy": (attempt(at=-1), Action.CONTINUE, True),
-    "an error of the script": (ONCE, Action.STOP, False),
+    "healthy": (attempt(at=-1), SchedulerAction.CONTINUE, True),
+    "an error of the script": (ONCE, SchedulerAction.STOP, False),
     "the same error again": (
-        failed(ONCE, text="ValueError at step 9: no label 3"), Action.STOP, True,
+        failed(ONCE, text="ValueError at step 9: no label 3"), SchedulerAction.STOP, True,
     ),
-    "another error": (failed(ONCE, text="KeyError at step 9: 'text'"), Action.STOP, False),
+    "another error": (failed(ONCE, text="KeyError at step 9: 'text'"), SchedulerAction.STOP, False),
     "a file server": (
         failed(text="ConnectionResetError at step 9: by peer", place="data.py:8"),
-        Action.RESTART, False,
+        SchedulerAction.RESTART, False,
     ),
-    "out of memory": (failed(text="OutOfMemoryError at step 9: CUDA"), Action.STOP, True),
+    "out of memory": (failed(text="OutOfMemoryError at step 9: CUDA"), SchedulerAction.STOP, True),
     "a broken device": (
         failed(text="AcceleratorError at step 9: CUDA error: uncorrectable ECC error encountered"),
-        Action.EXCLUDE, True,
+        SchedulerAction.EXCLUDE, True,
     ),
-    "a killed rank": (attempt(at=1), Action.RESTART, False),
-    "a node that kills twice": (attempt(attempt(at=0), at=1), Action.EXCLUDE, False),
-    "two nodes that kill once": (attempt(attempt(at=2), at=1), Action.RESTART, False),
+    "a killed rank": (attempt(at=1), SchedulerAction.RESTART, False),
+    "a node that kills twice": (attempt(attempt(at=0), at=1), SchedulerAction.EXCLUDE, False),
+    "two nodes that kill once": (attempt(attempt(at=2), at=1), SchedulerAction.RESTART, False),
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_a_decision_follows_from_the_diagnosis_and_from_what_repeats(name: str) 
     run, action, is_certain = CASES[name]
     decision = decide(diagnose(run), run)
     assert (decision.action, decision.is_certain) == (action, is_certain), decision.sentence
-    assert decision.nodes == (("a",) if action is Action.EXCLUDE else ())
+    assert decision.nodes == (("a",) if action is SchedulerAction.EXCLUDE else ())
     assert decision.sentence.startswith("Probably: ") == (not is_certain)
 
 

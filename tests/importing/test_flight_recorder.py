@@ -33,6 +33,17 @@ def diagnose_dumps(folder: Path) -> Diagnosis:
     return open_run(folder.parent / "run").diagnose()
 
 
+def test_the_command_diagnoses_dumps_without_an_import(tmp_path: Path, invoke) -> None:
+    done = [entry(0), entry(1)]
+    folder = write(tmp_path / "dumps", {0: [*done, entry(2, **WAITING)], 1: done, 2: done})
+    before = sorted(tmp_path.rglob("*"))
+    ended = invoke("diagnose", folder)
+    assert ended.code == 1
+    assert "never reached all-gather 3 (600 B)" in " ".join(ended.out.split())
+    assert invoke("diagnose", folder, "--json").code == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_the_rank_that_did_not_issue_a_collective_is_late(tmp_path: Path) -> None:
     done = [entry(0), entry(1)]
     waiting = [*done, entry(2, **WAITING)]
