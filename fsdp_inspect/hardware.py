@@ -301,6 +301,12 @@ GPUS = {
 }
 """The GPU of each link preset."""
 
+
+def find_gpu(device_name: str) -> Gpu | None:
+    """The GPU with a name that torch gives it; None: its figures are unknown."""
+    return next((each for each in GPUS.values() if device_name in each.device_names), None)
+
+
 NARROW_RATIOS: Mapping[str, float] = {
     "float8": 0.75,
     "float8_rowwise": 0.55,

@@ -1,10 +1,11 @@
 """Parse quantities such as `20us`, `50GB/s` and `38 GiB`.
 
-Each function returns None for an invalid text; the caller reports the expected form. `formatting`
-converts in the other direction.
+A function returns None for an invalid text, and the caller reports the expected form, unless its
+docstring states an error. `formatting` converts in the other direction.
 """
 
 import re
+from collections.abc import Sequence
 
 _RATES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _RATE = re.compile(r"([0-9.]+(?:e[0-9]+)?) *([kmgt]?i?)(b/s|bit/s|bps)", re.IGNORECASE)
@@ -55,3 +56,34 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return number if number < _MOST else None
+
+
+MOST_PROFILED = 50
+"""The most profiled steps: each one may take hundreds of megabytes of memory."""
+
+
+def parse_profile_steps(steps: str | Sequence[int]) -> tuple[int, ...]:
+    """The steps of `profile_steps`, ascending.
+
+    Args:
+        steps: Step numbers, or a range as text: "20:23" is 20, 21 and 22, and "20" is one step.
+
+    Raises:
+        ValueError: The form is invalid, or there are too many steps.
+    """
+    try:
+        if isinstance(steps, str):
+            first, colon, end = steps.partition(":")
+            numbers = list(range(int(first), int(end) if colon else int(first) + 1))
+        else:
+            numbers = [step for step in steps if type(step) is int]
+            if len(numbers) < len(steps):
+                raise ValueError
+    except (TypeError, ValueError):
+        numbers = [-1]
+    if min(numbers, default=0) < 0 or (not numbers and steps) or len(numbers) > MOST_PROFILED:
+        raise ValueError(
+            f"invalid profile_steps: {steps!r}. Expected step numbers from 0, such as '20:23' for "
+            f"20, 21 and 22, or [20, 21], at most {MOST_PROFILED} steps."
+        )
+    return tuple(sorted(set(numbers)))

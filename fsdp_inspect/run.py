@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
     from fsdp_inspect.analysis.correctness import Correctness
     from fsdp_inspect.analysis.drift import Drift
+    from fsdp_inspect.analysis.kernels import Kernels
     from fsdp_inspect.analysis.lifetime import Lifetime
     from fsdp_inspect.analysis.memory.overview import MemoryOverview
     from fsdp_inspect.analysis.mesh_grid import MeshGrid
@@ -195,6 +196,20 @@ class Run:
         from fsdp_inspect.analysis.units import measure_units
 
         return self._ask(("units", rank), lambda: measure_units(self._context, rank=rank))
+
+    def kernels(self, *, rank: int | None = None) -> Kernels:
+        """The kernels of profiled steps by unit, phase and kind (CPU: operators).
+
+        Args:
+            rank: Default the median rank, or the lowest rank with a profile.
+
+        Raises:
+            ImportingError: The trace of the profiled steps is damaged.
+            MissingDataError: The rank has no profiled steps.
+        """
+        from fsdp_inspect.analysis.kernels import measure_kernels
+
+        return self._ask(("kernels", rank), lambda: measure_kernels(self._context, rank=rank))
 
     def unit_history(self, unit: str, *, rank: int | None = None) -> UnitHistory | None:
         """Every collective of one unit over the timed steps; None without a timed step.

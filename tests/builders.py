@@ -36,6 +36,7 @@ from fsdp_inspect.trace.codes import (
     Source,
     Stream,
 )
+from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment, OutOfMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
@@ -89,6 +90,7 @@ class InMemoryRun:
     histories: Mapping[int, LiveHistory] = field(default_factory=dict)
     failed_allocations: Mapping[int, OutOfMemoryRecord] = field(default_factory=dict)
     allocation_histories: Mapping[int, AllocationHistory] = field(default_factory=dict)
+    kernel_records: Mapping[int, KernelRecord] = field(default_factory=dict)
 
     def black_box(self, rank: int, *, at_desync: bool = False) -> BlackBox | None:
         return (self.desync_boxes if at_desync else self.black_boxes).get(rank)
@@ -107,6 +109,12 @@ class InMemoryRun:
 
     def live_history(self, rank: int) -> LiveHistory | None:
         return self.histories.get(rank)
+
+    def kernels(self, rank: int) -> KernelRecord | None:
+        return self.kernel_records.get(rank)
+
+    def profile(self, rank: int) -> bytes | None:
+        return None
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         return self.failed_allocations.get(rank)

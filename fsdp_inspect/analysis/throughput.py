@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank
-from fsdp_inspect.hardware import GPUS
+from fsdp_inspect.hardware import find_gpu
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunManifest, RunSource
@@ -128,7 +128,7 @@ def _measure_mfu(
         logged = _logged(scalars.get(name), member)
         if logged is not None:
             return logged * unit, f"logged as {name}"
-    gpu = next((each for each in GPUS.values() if manifest.device_name in each.device_names), None)
+    gpu = find_gpu(manifest.device_name)
     flops = _flops_per_token(manifest)
     if gpu is None or flops is None or tokens_per_s is None:
         return None, ""

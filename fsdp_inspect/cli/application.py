@@ -24,6 +24,7 @@ from fsdp_inspect.cli.plan import plan
 from fsdp_inspect.cli.sections import (
     breakdown,
     exposed,
+    kernels,
     lifetime,
     memory,
     numerics,
@@ -46,6 +47,7 @@ _COMMANDS = (
     lifetime,
     exposed,
     units,
+    kernels,
     numerics,
     equivalence,
     memory,

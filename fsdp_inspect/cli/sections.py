@@ -179,6 +179,24 @@ def units(
     _print(opened, costs, render_units, as_json=as_json)
 
 
+def kernels(
+    run: RunArgument,
+    rank: RankOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show kernels by kind, unit and phase: time, count, gaps, share of the device's peak.
+
+    Works on imported traces, and on runs recorded with `--profile-steps 20:23`
+    (`Recorder(profile_steps="20:23")`). On a CPU it shows operators.
+
+    Example: `fsdp-inspect kernels runs/demo --rank 1`
+    """
+    from fsdp_inspect.report.kernels_wording import render_kernels
+
+    opened = open_run_argument(run)
+    _print(opened, opened.kernels(rank=rank), render_kernels, as_json=as_json)
+
+
 def numerics(run: RunArgument, as_json: JsonOption = False) -> None:
     """Show the numerics of each unit: norms, values that are not finite, lost updates.
 

@@ -25,6 +25,13 @@ from fsdp_inspect.importing.communications import (
 )
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
 from fsdp_inspect.importing.host_rows import data_rows, operators_named, place_in_steps
+from fsdp_inspect.importing.kernel_rows import (
+    KernelClass,
+    KernelSpans,
+    find_operations,
+    sum_kernels,
+    unit_at,
+)
 from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
 from fsdp_inspect.importing.messages import GroupNames
 from fsdp_inspect.importing.names import RunNames
@@ -32,6 +39,7 @@ from fsdp_inspect.importing.unit_ranges import RangeKind, UnitRanges, UnitSpans
 from fsdp_inspect.importing.windows import PhaseRanges, StepMarks, StepWindows
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Phase, Stream
 from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 Int64Array = NDArray[np.int64]
@@ -80,6 +88,11 @@ class DeviceRows:
     phases: PhaseRanges
     marks: StepMarks
     names: RunNames
+
+    @property
+    def comms(self) -> Communications:
+        """The communication of the rank."""
+        return self.work.comms
 
     def make(self, owners: Owners, units: tuple[str, ...]) -> EventTable:
         """Build all rows; rows outside the steps are left out.
@@ -137,12 +150,46 @@ class DeviceRows:
         """The rows that were issued in a step, with its number."""
         return place_in_steps(rows, issue_ns, self.marks, self.ranges)
 
+    def kernels(self, owners: Owners, units: tuple[str, ...]) -> KernelRecord:
+        """The kernels of the steps by unit, phase and kind; arguments as in `make`."""
+        work, names = self.work, self.trace.names
+        comms = work.comms
+        compute, copies = work.compute, work.copies
+        in_run = np.array([*map(self.names.unit_index, units), NO_UNIT], dtype=np.int64)
+        flops = find_operations(self.trace, compute)
+        parts = [
+            KernelSpans(
+                KernelClass.COMPUTE,
+                compute.name,
+                in_run[unit_at(self.ranges, work.compute_issues)],
+                self.phases.phase_of(work.compute_issues.thread, work.compute_issues.time_ns),
+                compute.start_ns,
+                compute.end_ns,
+                flops,
+            ),
+            KernelSpans(
+                KernelClass.COMMUNICATION,
+                comms.kind.astype(np.int64),
+                in_run[owners.unit],
+                self.phases.phase_of(comms.thread, comms.issue_ns),
+                comms.start_ns,
+                comms.end_ns,
+            ),
+            KernelSpans(
+                KernelClass.MEMORY_COPY,
+                copies.name,
+                in_run[unit_at(self.ranges, work.copy_issues)],
+                self.phases.phase_of(work.copy_issues.thread, work.copy_issues.time_ns),
+                copies.start_ns,
+                copies.end_ns,
+            ),
+        ]
+        return sum_kernels(parts, names, self._windows().bounds_ns, self.marks, on_device=True)
+
     def _compute(self, windows: StepWindows) -> list[EventTable]:
         issues = self.work.compute_issues
         phase = self.phases.phase_of(issues.thread, issues.time_ns).astype(np.int64)
-        unit = self.ranges.forwards().unit_around(issues.thread, issues.time_ns)
-        in_backward = self.ranges.backwards().unit_around(issues.thread, issues.time_ns)
-        unit = np.where(in_backward != NO_UNIT, in_backward, unit)
+        unit = unit_at(self.ranges, issues)
         return self._joined(
             windows, self.work.compute, phase, unit, kind=EventKind.COMPUTE, stream=Stream.COMPUTE
         )

@@ -2,10 +2,10 @@
 
 With FSDP's ranges, the rows are as in a recorded run: collectives have the time at which the main
 thread begins to wait for them. Without the ranges, waits are unknown. The rows are then those of a
-kernel trace: leaf operators count as compute, and communication outside them is exposed.
+kernel trace: operators count as compute, and communication outside them is exposed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,21 @@ from fsdp_inspect.importing.collective_rows import (
     make_collective_rows,
     make_rows,
 )
-from fsdp_inspect.importing.communications import Communications, gloo_threads
+from fsdp_inspect.importing.communications import Communications, Issues, gloo_threads
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
-from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
+from fsdp_inspect.importing.kernel_rows import KernelClass, KernelSpans, sum_kernels, unit_at
+from fsdp_inspect.importing.kineto_events import (
+    Category,
+    EventColumns,
+    KinetoTrace,
+    join_columns,
+)
 from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.unit_ranges import RangeKind, UnitRanges, UnitSpans
 from fsdp_inspect.importing.windows import PhaseRanges, StepMarks
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Phase, Stream
-from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.intervals import Intervals, paint_innermost
+from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
 Int64Array = NDArray[np.int64]
@@ -33,6 +40,7 @@ _COPY_OPERATORS = {
     "fsdp::split_with_sizes_copy": EventKind.ALL_GATHER_COPY_OUT,
     "fsdp::chunk_cat": EventKind.REDUCE_SCATTER_COPY_IN,
 }
+_NO_COMPUTE = ("c10d::", "autograd::", "gloo:", "record_param_comms")
 _RESULT_COPY = "aten::copy_"
 """The last operator of gloo's reduce-scatter: the waiting thread copies its part of the result."""
 
@@ -104,7 +112,7 @@ class HostRows:
             self._steps(),
         ]
         if len(self.ranges) == 0:
-            parts += [self._leaf_rows(), self._empty_kernels()]
+            parts += [self._compute_rows(), self._empty_kernels()]
         return EventTable.concat(parts)
 
     # --- steps
@@ -168,21 +176,52 @@ class HostRows:
         )
         return self._in_steps(rows)
 
-    def _leaf_rows(self) -> EventTable:
-        """Leaf operators, joined by phase, without those of gloo's own threads."""
-        operators = self.trace.events[Category.OPERATOR]
-        mine = ~np.isin(operators.thread, gloo_threads(self.trace))
-        leaves = _leaves(operators.where(mine), self.trace.names)
-        phase = self.phases.phase_of(leaves.thread, leaves.start_ns)
+    def _compute_rows(self) -> EventTable:
+        """The own work of operators, joined by phase, without that of gloo's threads."""
+        work, _ = self._own_work()
+        phase = self.phases.phase_of(work.thread, work.start_ns)
         rows = []
         for one in np.unique(phase).tolist():
-            spans = Intervals.of(leaves.start_ns[phase == one], leaves.end_ns[phase == one])
+            spans = Intervals.of(work.start_ns[phase == one], work.end_ns[phase == one])
             rows.append(
                 make_rows(
                     EventKind.COMPUTE, spans.starts, spans.ends, phase=one, stream=Stream.HOST
                 )
             )
         return self._in_steps(EventTable.concat(rows))
+
+    def _own_work(self) -> tuple[EventColumns, NDArray[np.bool_]]:
+        operators = self.trace.events[Category.OPERATOR]
+        mine = ~np.isin(operators.thread, gloo_threads(self.trace))
+        return _own_pieces(operators.where(mine), self.trace.names)
+
+    def kernels(self, owners: Owners, units: tuple[str, ...]) -> KernelRecord:
+        """The operators of the steps by unit, phase and kind; arguments as in `make`."""
+        (work, begins), comms = self._own_work(), self.comms
+        in_run = np.array([*map(self.names.unit_index, units), NO_UNIT], dtype=np.int64)
+        parts = [
+            KernelSpans(
+                KernelClass.COMPUTE,
+                work.name,
+                in_run[unit_at(self.ranges, Issues(work.thread, work.start_ns))],
+                self.phases.phase_of(work.thread, work.start_ns),
+                work.start_ns,
+                work.end_ns,
+                work.flops,
+                begins,
+            ),
+            KernelSpans(
+                KernelClass.COMMUNICATION,
+                comms.kind,
+                in_run[owners.unit],
+                self.phases.phase_of(comms.thread, comms.issue_ns),
+                comms.start_ns,
+                comms.end_ns,
+            ),
+        ]
+        low, high = self._bounds()
+        bounds_ns = np.append(low, high[-1:])
+        return sum_kernels(parts, self.trace.names, bounds_ns, self.marks, on_device=False)
 
     def _in_run(self, units: Int64Array) -> Int64Array:
         known = [self.names.unit_index(unit) for unit in self.ranges.units]
@@ -259,12 +298,27 @@ class HostRows:
         return idle
 
 
-def _leaves(operators: EventColumns, names: tuple[str, ...]) -> EventColumns:
-    """Operators that contain no other operator of the same thread, without communication."""
-    order = np.lexsort((-operators.end_ns, operators.start_ns, operators.thread))
-    ordered = operators.where(order)
-    is_leaf = np.ones(len(ordered), dtype=bool)
-    same = ordered.thread[1:] == ordered.thread[:-1]
-    is_leaf[:-1] = ~(same & (ordered.start_ns[1:] < ordered.end_ns[:-1]))
-    computes = np.array([not name.startswith("c10d::") for name in names], dtype=bool)
-    return ordered.where(is_leaf & computes[ordered.name])
+def _own_pieces(
+    operators: EventColumns, names: tuple[str, ...]
+) -> tuple[EventColumns, NDArray[np.bool_]]:
+    """The pieces of operators in which no operator inside them runs, by thread and start.
+
+    Only operators that compute: not communication, and not the engine that calls the others. A
+    product is not always a leaf: it may copy its bias inside. The mask selects first pieces.
+    """
+    parts, begins = [], [np.empty(0, dtype=bool)]
+    for thread in np.unique(operators.thread).tolist():
+        own = operators.where(operators.thread == thread)
+        painted = paint_innermost(own.start_ns, own.end_ns, Intervals.of(own.start_ns, own.end_ns))
+        _, first = np.unique(painted.span, return_index=True)
+        begins.append(np.zeros(len(painted.span), dtype=bool))
+        begins[-1][first] = True
+        pieces = own.where(painted.span)
+        flops = np.where(begins[-1], pieces.flops, 0)
+        parts.append(replace(pieces, start_ns=painted.starts, end_ns=painted.ends, flops=flops))
+    pieces = join_columns(parts)
+    computes = np.array(
+        ["::" in name and not name.startswith(_NO_COMPUTE) for name in names], dtype=bool
+    )
+    chosen = computes[pieces.name]
+    return pieces.where(chosen), np.concatenate(begins)[chosen]

@@ -1,4 +1,4 @@
-"""Recognise communication by the names of kernels, copies and operators of many libraries.
+"""Recognise communication and kinds of compute by names: of kernels, copies and operators.
 
 Names are the last evidence, after metadata and operators. A kernel communicates if its own name has
 the name of a library that only communicates, or the name of a collective. Template arguments and
@@ -10,6 +10,7 @@ import re
 from functools import lru_cache
 
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.kernels import KernelKind
 
 _LIBRARIES = re.compile(
     # NCCL and its relatives: RCCL (AMD), MSCCL, MSCCL++, oneCCL and xCCL (Intel), HCCL (Habana,
@@ -61,6 +62,47 @@ _KINDS = tuple(
 )
 """Patterns of plain names of collectives (a kernel, an operator, its metadata). The first match
 counts, because the name of a reduce-scatter kernel may also contain `sum`."""
+_COMPUTE_KINDS = tuple(
+    (re.compile(pattern, re.IGNORECASE), kind)
+    for pattern, kind in (
+        (
+            r"multi_tensor_apply|fused_?(?:adam|sgd|lamb|adagrad)|aten::_(?:foreach|fused)_",
+            KernelKind.OPTIMIZER,
+        ),
+        (
+            r"flash_(?:attn|fwd|bwd)|fmha|attention|attn|cutlass\w*_?(?:fwd|bwd)_kernel_sm",
+            KernelKind.ATTENTION,
+        ),
+        (
+            r"gemm|gemv|splitk|matmul|cublas|cutlass|nvjet|^triton_(?:tem|mm|bmm)_|convolution"
+            r"|wgrad|dgrad|implicit_con|xmma|winograd|Cijk_|::(?:_?addmm|mm|bmm|baddbmm|mv|addmv"
+            r"|linear|mkldnn_linear|_scaled_mm|_grouped_mm|dot)(?![a-z])",
+            KernelKind.MATRIX_PRODUCT,
+        ),
+        (
+            r"(?:layer|rms|batch|group|instance)_?norm|GammaBeta|bn_fw|bn_bw",
+            KernelKind.NORMALISATION,
+        ),
+        (
+            r"direct_copy|CatArrayBatchedCopy|(?:split_with_sizes|chunk_cat|batch)\w*(?:copy|cat)"
+            r"|chunk_cat|memcpy|memset|fsdp::|::(?:copy_|cat|clone|_to_copy|contiguous|fill_|zero_"
+            r"|stack|split_with_sizes_copy|index_select)(?![a-z])|copy_kernel|transpose",
+            KernelKind.COPY,
+        ),
+        (
+            r"elementwise|pointwise|^triton_(?:poi|per|red)_|reduce_kernel|softmax|dropout|nll_loss"
+            r"|cross_?entropy|embedding|index|gather|scatter|sort|topk|scan|cumsum|distribution|arange"
+            r"|::(?:add|sub|mul|div|pow|exp|log|sqrt|rsqrt|neg|abs|gelu|silu|relu|tanh|sigmoid|where"
+            r"|sum|mean|std|var|max|min|amax|amin|argmax|argmin|lerp|addcmul|addcdiv|clamp|threshold"
+            r"|masked|eq|ne|lt|gt|le|ge|bitwise|logical|normal|uniform|bernoulli|cos|sin|square"
+            r"|norm|linalg|log_softmax|mse_loss|nonzero|item|_local_scalar|tril|triu|rsub"
+            r"|reciprocal|isfinite|isnan|isinf|sign|glu|hardtanh|elu|leaky|erf|floor|round|ceil)",
+            KernelKind.ELEMENTWISE,
+        ),
+    )
+)
+"""Patterns of whole names, with template arguments; the first match counts. Reductions, losses and
+indexing count as elementwise, because memory bandwidth limits them too."""
 _NOT_PLAIN = re.compile(r"[^a-z0-9]")
 _MANGLED = re.compile(r"_ZN?K?")
 _IDENTIFIER = re.compile(r"L?(\d+)")
@@ -90,6 +132,14 @@ def kind_of(name: str) -> EventKind:
         if pattern.search(plain) is not None:
             return kind
     return EventKind.OTHER_COLLECTIVE
+
+
+@lru_cache(maxsize=4096)
+def compute_kind_of(name: str) -> KernelKind:
+    """The kind of compute of a kernel or operator; OTHER: the name shows none."""
+    return next(
+        (kind for pattern, kind in _COMPUTE_KINDS if pattern.search(name)), KernelKind.OTHER
+    )
 
 
 def _own_name(name: str) -> str:

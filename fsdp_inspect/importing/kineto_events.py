@@ -34,6 +34,7 @@ from fsdp_inspect.importing.messages import (
     MessageReader,
     read_whole,
 )
+from fsdp_inspect.importing.operations import PRODUCT_OPERATORS, count_operations
 from fsdp_inspect.importing.trace_file import (
     ImportLimits,
     OnProgress,
@@ -156,25 +157,15 @@ class EventColumns:
     """Shared id of a launch and its device event; -1: none."""
     external: Int64Array
     """Shared id of a device event and its host operator; -1: none."""
+    flops: Int64Array
+    """Floating-point operations of a host operator with shapes; 0: unknown, or none."""
 
     def __len__(self) -> int:
         return len(self.name)
 
     def where(self, chosen: NDArray[np.generic]) -> "EventColumns":
         """The events that a mask or an index array selects."""
-        return EventColumns(
-            *(
-                one[chosen]
-                for one in (
-                    self.name,
-                    self.thread,
-                    self.start_ns,
-                    self.end_ns,
-                    self.correlation,
-                    self.external,
-                )
-            )
-        )
+        return EventColumns(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +203,7 @@ class KinetoTrace:
         moved = self.events[Category.MEMORY_COPY]
         events = {
             **self.events,
-            Category.KERNEL: _join([self.events[Category.KERNEL], moved.where(copies)]),
+            Category.KERNEL: join_columns([self.events[Category.KERNEL], moved.where(copies)]),
             Category.MEMORY_COPY: moved.where(~copies),
         }
         return replace(self, events=events)
@@ -389,7 +380,7 @@ class _Columns:
         """
         num_dropped = 0
         for category in Category:
-            columns = _join(self._parts.pop(category) or [_NO_EVENTS])
+            columns = join_columns(self._parts.pop(category) or [_NO_EVENTS])
             kept = _first_of_equals(columns, are_labels=category is Category.ANNOTATION)
             if len(kept) < len(columns):
                 num_dropped += len(columns) - len(kept)
@@ -411,7 +402,7 @@ class _Columns:
         first = count = 0
         parts = self._parts[Category.OPERATOR]
         for place, part in enumerate(parts):
-            kept = np.flatnonzero(tells[part.name])
+            kept = np.flatnonzero(tells[part.name] | (part.flops > 0))
             moved = enumerate((first + kept).tolist(), count)
             new.update({position: old[before] for position, before in moved if before in old})
             first, count = first + len(part), count + len(kept)
@@ -426,7 +417,7 @@ class _Columns:
     def of(self, category: Category) -> EventColumns:
         """All events of a category."""
         parts = self._parts.pop(category) or [_NO_EVENTS]
-        return _join(parts)
+        return join_columns(parts)
 
     def _add(self, events: list[Any]) -> None:
         # List comprehensions over one attribute are twice as fast as attrgetter with map.
@@ -444,6 +435,7 @@ class _Columns:
             end_ns=end_ns,
             correlation=_ids([one.correlation for one in arguments]),
             external=_ids([one.external for one in arguments]),
+            flops=self._count_operations(codes, events, arguments),
         )
         says = self._find_messages(codes, columns.name, arguments)
         for category in Category:
@@ -455,6 +447,19 @@ class _Columns:
             for place in np.flatnonzero(says[mine]).tolist():
                 messages[first + place] = self._reader.read(arguments[mine[place]])
             self._counts[category] += len(mine)
+
+    def _count_operations(
+        self, codes: NDArray[np.int8], events: list[Any], arguments: list[EventArguments]
+    ) -> Int64Array:
+        """The operations of the operators whose shapes the trace has. Shape (n,)."""
+        flops = np.zeros(len(events), dtype=np.int64)
+        names = {event.name for event in events}
+        products = {name for name in names if name.startswith(PRODUCT_OPERATORS)}
+        if products:
+            for place, event in enumerate(events):
+                if event.name in products and codes[place] == Category.OPERATOR:
+                    flops[place] = count_operations(event.name, bytes(arguments[place].dims))
+        return flops
 
     def _find_messages(
         self, codes: NDArray[np.int8], names: Int32Array, arguments: list[EventArguments]
@@ -499,8 +504,9 @@ def _first_of_equals(columns: EventColumns, *, are_labels: bool) -> NDArray[np.i
     return np.flatnonzero(~is_equal)
 
 
-def _join(parts: list[EventColumns]) -> EventColumns:
+def join_columns(parts: list[EventColumns]) -> EventColumns:
     """Join parts of one category; the list is emptied, so that the memory of each is freed."""
+    parts = parts or [_NO_EVENTS]
     columns = {
         name: [getattr(part, name) for part in parts] for name in EventColumns.__dataclass_fields__
     }
@@ -510,7 +516,7 @@ def _join(parts: list[EventColumns]) -> EventColumns:
 
 _NO_NUMBERS = np.empty(0, dtype=np.int64)
 _NO_EVENTS = EventColumns(
-    np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32), *(4 * [_NO_NUMBERS])
+    np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32), *(5 * [_NO_NUMBERS])
 )
 
 

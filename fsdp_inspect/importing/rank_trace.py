@@ -21,6 +21,7 @@ from fsdp_inspect.importing.unit_ranges import UnitRanges
 from fsdp_inspect.importing.windows import PhaseRanges, StepMarks
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.run import UNITS_FROM_FSDP1, UNITS_FROM_ORDER, UNITS_FROM_RANGES
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
@@ -136,6 +137,7 @@ class RankTrace:
     versions: dict[str, str]
     events: EventTable
     """The events; their times start from the trace's first event."""
+    kernels: KernelRecord
     num_steps: int
     wall_start_ns: int | None
     """Time of the first event since 1970; None if the trace does not contain it."""
@@ -183,18 +185,11 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> R
     phases = PhaseRanges.of(trace, ranges)
     backend = str(distributed.get("backend", ""))
     gaps = find_gaps(trace, backend, is_whole_trace=marks.is_whole_trace)
-    maker: DeviceRows | HostRows
-    if has_kernels:
-        work = DeviceWork.of(trace, groups)
-        comms = work.comms
-        trace = trace.without(Category.KERNEL, Category.LAUNCH)  # `work` contains them
-        maker = DeviceRows(trace, work, ranges, phases, marks, names)
-    else:
-        comms = find_gloo(trace, groups)
-        maker = HostRows(trace, comms, ranges, phases, marks, names)
+    maker = _find_rows(trace, groups, ranges, phases, marks, names)
+    trace, comms = maker.trace, maker.comms
     _check_content(trace, comms, has_kernels)
     owners, units = _own(trace, comms, ranges)
-    events = maker.make(owners, units)
+    events, kernels = maker.make(owners, units), maker.kernels(owners, units)
     names.learn_ranks(groups)
     origin_ns = int(min(events.start_ns.min(), events.issue_ns.min()))
     device = _device(trace.other_values)
@@ -212,6 +207,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> R
         host=str(trace.other_values.get("host_name", "")),
         versions=_versions(trace.other_values, distributed),
         events=_shifted(events, origin_ns),
+        kernels=kernels,
         num_steps=len(marks.number),
         wall_start_ns=_wall_ns(trace.other_values, origin_ns),
         unit_origin=_origin(ranges),
@@ -223,6 +219,38 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> R
         is_whole_trace=marks.is_whole_trace,
         lacks_training=lacks_training,
     )
+
+
+def _find_rows(
+    trace: KinetoTrace,
+    groups: GroupNames,
+    ranges: UnitRanges,
+    phases: PhaseRanges,
+    marks: StepMarks,
+    names: RunNames,
+) -> DeviceRows | HostRows:
+    if len(trace.events[Category.KERNEL]) == 0:
+        return HostRows(trace, find_gloo(trace, groups), ranges, phases, marks, names)
+    work = DeviceWork.of(trace, groups)
+    trace = trace.without(Category.KERNEL, Category.LAUNCH)  # `work` contains them
+    return DeviceRows(trace, work, ranges, phases, marks, names)
+
+
+def read_kernels(trace: KinetoTrace, units: Sequence[str]) -> KernelRecord:
+    """The kernels of a trace that the recorder wrote of its profiled steps.
+
+    Args:
+        trace: The trace.
+        units: The names of the run's units, by index.
+
+    Raises:
+        ImportingError: The trace has no marks of steps.
+    """
+    names = RunNames({unit: index for index, unit in enumerate(units)})
+    ranges = UnitRanges.of(trace)
+    marks, phases = StepMarks.of(trace), PhaseRanges.of(trace, ranges)
+    maker = _find_rows(trace, GroupNames.of({}), ranges, phases, marks, names)
+    return maker.kernels(*_own(maker.trace, maker.comms, ranges))
 
 
 def _lacks_training(names: Sequence[str]) -> bool:

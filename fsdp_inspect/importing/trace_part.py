@@ -22,6 +22,7 @@ from fsdp_inspect.importing.trace_file import ImportLimits, return_freed_memory
 from fsdp_inspect.parallel.tasks import require_shared_folder
 from fsdp_inspect.store.finished import FinishedRun
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind
+from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
 
@@ -105,8 +106,9 @@ def read_part(asked: TraceToRead, on_share: Callable[[float], None] | None = Non
         num_ungrouped=int(np.count_nonzero(collectives.group < 0)),
         num_unsized=int(np.count_nonzero(is_unsized)),
     )
+    trace_kernels = trace.kernels
     del trace, collectives
-    asked.run.write_part(asked.number, events)
+    asked.run.write_part(asked.number, events, trace_kernels)
     del events
     return_freed_memory()
     return part
@@ -156,7 +158,12 @@ def place_part(part: PartToPlace) -> None:
     Raises:
         OSError: The events cannot be written.
     """
-    part.run.write_events(part.rank, _renumbered(part.run.read_part(part.number), part))
+    events, kernels = part.run.read_part(part.number)
+    part.run.write_events(part.rank, _renumbered(events, part))
+    del events
+    unit = [part.units[one] if one >= 0 else NO_UNIT for one in kernels.columns.unit]
+    columns = kernels.columns.model_copy(update={"unit": unit})
+    part.run.write_kernels(part.rank, kernels.model_copy(update={"columns": columns}))
     return_freed_memory()
     part.run.summarise(part.rank)
 
@@ -184,7 +191,8 @@ def _looked_up(
 
 
 def _without_events(trace: RankTrace) -> RankTrace:
-    return replace(trace, events=trace.events.where(trace.events.kind == EventKind.STEP))
+    steps = trace.events.where(trace.events.kind == EventKind.STEP)
+    return replace(trace, events=steps, kernels=KernelRecord())
 
 
 def _orders(collectives: EventTable) -> dict[int, CollectiveOrder]:

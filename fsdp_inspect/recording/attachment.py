@@ -64,6 +64,7 @@ from fsdp_inspect.recording.overhead import FIRST_DETAILED, OverheadControl
 from fsdp_inspect.recording.parameter_samples import ParameterSamples, ShardPlace, places_of
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.process_life import describe_process, num_compiles
+from fsdp_inspect.recording.profile_steps import ProfileSteps
 from fsdp_inspect.recording.scalars import ScalarLog
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
@@ -126,6 +127,7 @@ class Options:
     warmup_steps: int
     memory_steps: Sequence[int] | Literal["auto"]
     numerics_every: int
+    profile_steps: tuple[int, ...]
     device_memory: int | None
     device_interval_s: float
     flush_interval_s: float
@@ -213,12 +215,7 @@ class Attachment:
             shared_buffers=self._sharder.shared_buffers,
         )
         self._memory_steps.plan(options.warmup_steps)
-        self._numerics = NumericsSteps(
-            self.session,
-            self._writer,
-            self._numerics_every(),
-            self._sharder.units,
-        )
+        self._numerics, self._profile = self._choose_steps()
         self._sampler = self._start_sampler()
         self._history = self._start_history()
         self._surveillance = self._watch()
@@ -250,6 +247,7 @@ class Attachment:
             lambda: self.session.stop(),
             lambda: self._instruments.abandon(),
             lambda: self._memory_steps.close(),
+            lambda: self._profile.abandon(),
             lambda: self._surveillance.stop(0.0, has_failed=False),  # type: ignore[union-attr]
             lambda: self._sampler.stop(0.0),  # type: ignore[union-attr]
             lambda: self._history.stop(),
@@ -268,6 +266,14 @@ class Attachment:
                 f"An emulated network requires FSDP2, and the model uses {self._sharder.title}: "
                 "its collectives would not wait. Record it without the emulation."
             )
+
+    def _choose_steps(self) -> tuple[NumericsSteps, ProfileSteps]:
+        every = self._numerics_every()
+        steps = self._options.profile_steps if self._emulation is None else ()
+        return (
+            NumericsSteps(self.session, self._writer, every, self._sharder.units),
+            ProfileSteps(self.session, steps, self._device, self._writer.folder),
+        )
 
     def _numerics_every(self) -> int:
         every = self._options.numerics_every if self._emulation is None else 0
@@ -598,6 +604,7 @@ class Attachment:
             if not self._is_finished:
                 self._memory_steps.abandon()
                 self._numerics.abandon()
+                self._profile.abandon()
             raise
         session.in_step = False
         self._guarded(self._end_step)
@@ -648,11 +655,13 @@ class Attachment:
     def _begin_step(self) -> None:
         self._memory_steps.begin()
         self._numerics.begin()
+        self._profile.begin()
         if self._values is not None:
             self._values.begin_step()
         if self._control is not None:
             session = self.session
-            needs_detail = session.tracker is not None or session.numerics is not None
+            needs_detail = session.is_memory_step or session.numerics is not None
+            needs_detail |= session.tracker is not None
             is_detailed = self._control.choose(session.step, needs_detail=needs_detail)
             if is_detailed != session.detail:
                 self._instruments.choose_detail(is_detailed)
@@ -663,6 +672,7 @@ class Attachment:
         self._memory.sample(MemoryPoint.STEP_END)
         self._memory_steps.end()
         self._numerics.end()
+        self._profile.end()
         if self._values is not None:
             self._values.end_step()
         if self._round is not None and self._round.has_grown:
@@ -851,6 +861,7 @@ class Attachment:
         try:
             self._memory_steps.close()
             self._numerics.abandon()
+            self._profile.abandon()
             if self._cuda_limit is not None:
                 self._cuda_limit.stop()
         finally:

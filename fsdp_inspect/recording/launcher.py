@@ -35,7 +35,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from fsdp_inspect.quantities import parse_bytes
+from fsdp_inspect.quantities import parse_bytes, parse_profile_steps
 from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.trace.records import MAX_NS
 
@@ -279,6 +279,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "values that are not finite, and updates that are rounded away (default: 0, no step)",
     )
     add_option(
+        "--profile-steps",
+        type=_profile_steps,
+        metavar="STEPS",
+        help="steps that run under torch's profiler, and are not timed: 20:23 for 20, 21 and 22; "
+        "`fsdp-inspect kernels` shows their kernels by unit (default: none)",
+    )
+    add_option(
         "--overhead",
         type=_overhead,
         metavar="BUDGET",
@@ -410,6 +417,13 @@ def _overhead(text: str) -> float | None:
 
     try:
         return None if text == "none" else read_overhead(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}".rstrip(".")) from None
+
+
+def _profile_steps(text: str) -> Sequence[int]:
+    try:
+        return parse_profile_steps(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}".rstrip(".")) from None
 

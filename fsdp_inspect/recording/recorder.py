@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp_inspect.disabled_recorder import describe_unsupported
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.quantities import parse_bytes
+from fsdp_inspect.quantities import parse_bytes, parse_profile_steps
 from fsdp_inspect.recording.attachment import Attachment, Options
 from fsdp_inspect.recording.emulated_network import announced_emulation
 from fsdp_inspect.recording.failure import hide_own_frames
@@ -98,6 +98,8 @@ class Recorder:
         numerics_every: In each step whose number is a multiple of this, read outputs, gradients,
             optimizer states and parameters (never timed; the update holds a copy of the shards). 0
             means no step.
+        profile_steps: Steps that run under torch's profiler (never timed), as "20:23" for 20, 21
+            and 22, or as numbers. `fsdp-inspect kernels` shows their kernels by unit.
         device_memory: A limit of the memory of the device, as bytes or as `"2GiB"`; None: no limit.
             An allocation above it raises `torch.OutOfMemoryError`, as on a device of that size. On
             CUDA the allocator limits its reserved memory. On CPU every step runs under the storage
@@ -150,6 +152,7 @@ class Recorder:
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
         memory_steps: Sequence[int] | Literal["auto"] = "auto",
         numerics_every: int = 0,
+        profile_steps: str | Sequence[int] = (),
         device_memory: int | str | None = None,
         device_interval_s: float = 0.5,
         flush_interval_s: float = 1.0,
@@ -183,6 +186,7 @@ class Recorder:
             warmup_steps=warmup_steps,
             memory_steps=memory_steps,
             numerics_every=numerics_every,
+            profile_steps=parse_profile_steps(profile_steps),
             device_memory=_read_device_memory(device_memory),
             device_interval_s=device_interval_s,
             flush_interval_s=flush_interval_s,

@@ -21,9 +21,10 @@ from fsdp_inspect.store.folder import (
     write_manifest_if_absent,
 )
 from fsdp_inspect.store.rank_tables import read_table
-from fsdp_inspect.store.records import encode_record, replace_file
-from fsdp_inspect.store.schema import BLACK_BOX_FILE, EVENTS, RANK_FILE
+from fsdp_inspect.store.records import decode_record, encode_record, replace_file
+from fsdp_inspect.store.schema import BLACK_BOX_FILE, EVENTS, KERNELS_FILE, RANK_FILE
 from fsdp_inspect.trace.black_box import BlackBox, encode
+from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 from fsdp_inspect.trace.tables import EventTable
 
@@ -41,8 +42,8 @@ class FinishedRun:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write_part(self, number: int, events: EventTable) -> None:
-        """Write all events of a rank whose number is not known yet.
+    def write_part(self, number: int, events: EventTable, kernels: KernelRecord) -> None:
+        """Write all events and kernels of a rank whose number is not known yet.
 
         Raises:
             OSError: Writing failed.
@@ -51,10 +52,13 @@ class FinishedRun:
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(exist_ok=True)
         write_compacted(folder / EVENTS.compacted_name, EVENTS, events, covered_rows=len(events))
+        replace_file(folder / KERNELS_FILE, encode_record(kernels))
 
-    def read_part(self, number: int) -> EventTable:
-        """The events of a part."""
-        return read_table(LocalFiles(self.path), self._part(number), EVENTS).table
+    def read_part(self, number: int) -> tuple[EventTable, KernelRecord]:
+        """The events and the kernels of a part."""
+        events = read_table(LocalFiles(self.path), self._part(number), EVENTS).table
+        encoded = (self.path / self._part(number) / KERNELS_FILE).read_bytes()
+        return events, decode_record(encoded, KernelRecord, KERNELS_FILE)
 
     def write_events(self, rank: int, events: EventTable) -> None:
         """Write all events of a rank, compacted; the rank has a record.
@@ -67,6 +71,18 @@ class FinishedRun:
         origin = None if record is None else record.origin
         target = folder / EVENTS.compacted_name
         write_compacted(target, EVENTS, events, covered_rows=len(events), origin=origin)
+
+    def write_kernels(self, rank: int, kernels: KernelRecord) -> None:
+        """Write the kernels of a rank, which has a record.
+
+        Raises:
+            OSError: Writing failed.
+        """
+        folder = self._rank_folder(rank)
+        record = read_rank_record(folder)
+        run_id = "" if record is None else record.run_id
+        owned = kernels.model_copy(update={"run_id": run_id, "rank": rank, "attempt": _ATTEMPT})
+        replace_file(folder / KERNELS_FILE, encode_record(owned))
 
     def write_record(self, record: RankRecord) -> None:
         """Write the record of a rank.

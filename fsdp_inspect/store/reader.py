@@ -47,12 +47,14 @@ from fsdp_inspect.store.schema import (
     DESYNC_FILE,
     DEVICE,
     EVENTS,
+    KERNELS_FILE,
     LIVE_MEMORY_FILE,
     MANIFEST_FILE,
     MEMORY,
     NUMERICS_FILE,
     OUT_OF_MEMORY_FILE,
     PROBE_FILE,
+    PROFILE_FILE,
     RANK_FILE,
     SCALARS,
     SIGTERM_FILE,
@@ -72,6 +74,7 @@ from fsdp_inspect.store.table_values import check_values
 from fsdp_inspect.trace.allocations import AllocationHistory, AllocationsRecord
 from fsdp_inspect.trace.black_box import BlackBox, BlackBoxError, decode as decode_black_box
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.live_memory import (
     LiveHistory,
     LiveMemoryRecord,
@@ -92,7 +95,7 @@ from fsdp_inspect.trace.tables import (
     is_any_of,
 )
 
-_RecordT = TypeVar("_RecordT", LiveMemoryRecord, OutOfMemoryRecord, AllocationsRecord)
+_RecordT = TypeVar("_RecordT", LiveMemoryRecord, OutOfMemoryRecord, AllocationsRecord, KernelRecord)
 _MAX_NEARBY = 5
 _MOST_TASKS = 128
 """Ranks of larger runs share tasks, because each task lists the files of the run."""
@@ -394,6 +397,16 @@ class StoredRun:
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         """The report of a failed allocation; None without one, or if damaged (see `notes`)."""
         return self._record_of(rank, OUT_OF_MEMORY_FILE, OutOfMemoryRecord)
+
+    def kernels(self, rank: int) -> KernelRecord | None:
+        """The kernels of an imported trace; None without one, or if damaged (see `notes`)."""
+        return self._record_of(rank, KERNELS_FILE, KernelRecord)
+
+    def profile(self, rank: int) -> bytes | None:
+        """The profiler's trace of the profiled steps, gzipped; None without any."""
+        if not self._may_have(rank, PROFILE_FILE):
+            return None
+        return self._files.read(f"{self._folder(rank)}/{PROFILE_FILE}")
 
     def _record_of(self, rank: int, file: str, kind: type[_RecordT]) -> _RecordT | None:
         """A record in a rank's folder; None without one, or if it is damaged or of another run."""

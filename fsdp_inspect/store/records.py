@@ -27,6 +27,7 @@ from fsdp_inspect.reading import InvalidTextError, parse_json
 from fsdp_inspect.store.checksums import checksum_text
 from fsdp_inspect.store.schema import RECORDS_FILE
 from fsdp_inspect.trace.allocations import AllocationsRecord
+from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.live_memory import LiveMemoryRecord, OutOfMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.records import SCHEMA_VERSION
@@ -39,6 +40,7 @@ AnyRecord = (
     | LiveMemoryRecord
     | OutOfMemoryRecord
     | AllocationsRecord
+    | KernelRecord
 )
 RecordT = TypeVar(
     "RecordT",
@@ -48,6 +50,7 @@ RecordT = TypeVar(
     LiveMemoryRecord,
     OutOfMemoryRecord,
     AllocationsRecord,
+    KernelRecord,
 )
 
 _CHECKSUM_FIELD = re.compile(rb'"crc32"\s*:\s*"([0-9a-f]{8})"\s*\}\s*\Z')
@@ -60,7 +63,7 @@ def encode_record(record: AnyRecord) -> bytes:
 
 
 def _dump(record: AnyRecord) -> str:
-    indent = None if isinstance(record, AllocationsRecord) else 1
+    indent = None if isinstance(record, AllocationsRecord | KernelRecord) else 1
     try:
         return record.model_dump_json(indent=indent, fallback=str)
     except PydanticSerializationError:  # half of a surrogate pair, which UTF-8 cannot encode

@@ -30,6 +30,8 @@ file of an earlier attempt::
           live_memory.json            live memory at the peaks of the last memory step
           allocations.json            the allocation history of a forecast or a memory snapshot
           out_of_memory.json          the allocation that failed, and the live memory
+          kernels.json                the kernels of an imported trace; see `trace.kernels`
+          profile.json.gz             the profiler's trace of the profiled steps, in its form
 
 A table that was not recorded has no file. Names with `.tmp-` in them are unfinished writes, or
 room that a rank reserves for its last `rank.json`, possibly of a killed process: ignore them. A
@@ -40,7 +42,8 @@ complete run (`fsdp-inspect merge` also checks them).
 **JSON files** are UTF-8 objects: the fields of `trace.run.RunManifest` (`run.json`),
 `trace.run.RankRecord` (`rank.json`), `trace.network_probe.NetworkProbe` (`network.json`),
 `trace.live_memory.LiveMemoryRecord` (`live_memory.json`),
-`trace.allocations.AllocationsRecord` (`allocations.json`) and
+`trace.allocations.AllocationsRecord` (`allocations.json`),
+`trace.kernels.KernelRecord` (`kernels.json`) and
 `trace.out_of_memory.OutOfMemoryRecord` (`out_of_memory.json`), whose docstrings give meaning and
 units. Unknown fields are ignored. The last field may be `crc32`: eight
 lower-case hexadecimal digits, the CRC-32 (IEEE 802.3, as in zlib and gzip) of all bytes of the file
@@ -179,6 +182,10 @@ ALLOCATIONS_FILE = "allocations.json"
 """In a rank's folder: its allocation history; missing without one."""
 OUT_OF_MEMORY_FILE = "out_of_memory.json"
 """In a rank's folder: the allocation that failed; missing without one."""
+KERNELS_FILE = "kernels.json"
+"""In a rank's folder: its kernels by unit; missing without an imported trace."""
+PROFILE_FILE = "profile.json.gz"
+"""In a rank's folder: torch.profiler's trace of the profiled steps; missing without any."""
 PLAN_FILE = "plan.toml"
 """In the run folder: the observed plan. `--plan` and `apply_plan` read it."""
 LIVE_SUFFIX = ".arrows"

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.correctness import TrainingSeen
+from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment, OutOfMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
@@ -745,6 +746,14 @@ class RunSource(Protocol):
 
     def out_of_memory(self, rank: int) -> OutOfMemoryRecord | None:
         """The report of a rank's failed allocation; None: none failed, or it was not reported."""
+        ...
+
+    def kernels(self, rank: int) -> KernelRecord | None:
+        """The kernels of a rank's imported trace, by unit; None without one."""
+        ...
+
+    def profile(self, rank: int) -> bytes | None:
+        """The trace that torch.profiler wrote of a rank's profiled steps; None without any."""
         ...
 
     def events(

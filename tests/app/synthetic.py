@@ -351,6 +351,12 @@ class SyntheticRun:
     def live_history(self, rank: int) -> None:
         return None
 
+    def kernels(self, rank: int) -> None:
+        return None
+
+    def profile(self, rank: int) -> None:
+        return None
+
     def out_of_memory(self, rank: int) -> None:
         return None
 

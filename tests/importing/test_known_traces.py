@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fsdp_inspect
 from fsdp_inspect.analysis.step_times import measure_overlap
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from fsdp_inspect.trace.intervals import Intervals
+from tests.importing.test_kernels import assert_sums_are_the_unions
 
 FOLDER = Path(__file__).parents[3] / "shared" / "traces" / "hta"
 
@@ -83,6 +85,16 @@ def test_the_unions_are_exact_to_the_nanosecond(imported):
         starts = [int(one["ts"] * 1000) for one in own]
         ends = [int((one["ts"] + one["dur"]) * 1000) for one in own]
         assert found.duration_ns == Intervals.of(starts, ends).duration_ns
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+@pytest.mark.parametrize("name", KNOWN_US)
+def test_the_kernels_add_up_to_the_union_of_compute(tmp_path, name, by_step):
+    import_traces(FOLDER / f"{name}.json.gz", tmp_path / "run", by_step=by_step)
+    run = fsdp_inspect.open_run(tmp_path / "run")
+    (rank,) = (record.rank for record in run.ranks_recorded)
+    assert_sums_are_the_unions(run, rank)
+    assert 0 < run.kernels().unknown_ns < 0.2 * run.kernels().compute_ns
 
 
 @pytest.mark.parametrize("name", KNOWN_US)

@@ -33,6 +33,10 @@ current_graph_task_id = torch._C._current_graph_task_id
 """The number of the backward that runs on this thread; -1: none."""
 
 
+is_profiler_enabled = torch._C._autograd._profiler_enabled
+"""Whether a profiler of torch runs on this thread."""
+
+
 def is_shuffled(iterator: Any) -> bool:
     """Whether the sampler of a loader's iterator shuffles."""
     sampler = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
