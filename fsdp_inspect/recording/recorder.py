@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import os
+import shlex
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -121,8 +122,8 @@ class Recorder:
             every step in detail.
         upload: A URL of a folder of runs in an object store, such as "s3://bucket/runs"; any URL
             that fsspec can write. A background thread of each rank uploads its new data every 30 s.
-            The training continues if the store fails, and `fsdp-inspect upload` sends the rest.
-            None: no upload.
+            The training continues if the store fails, and `fsdp-inspect store upload` sends the
+            rest. None: no upload.
         record_source: Store the lines of the script around its `fully_shard` calls, for which
             `advise` then writes a diff. Secrets in these lines are masked.
         print_verdict: At the end, rank 0 prints the limit of the step on stderr.
@@ -332,7 +333,8 @@ class Recorder:
             logging.getLogger("fsdp_inspect").debug("not finished", exc_info=failure)
             warn(
                 f"finishing the recording in {str(self._attachment.folder.path)!r} failed: "
-                f"{failure!r}. Flushed rows are kept. Run fsdp-inspect compact to complete the run."
+                f"{failure!r}. Flushed rows are kept. Complete the run with: fsdp-inspect "
+                f"store compact {shlex.quote(str(self._attachment.folder.path))}"
             )
 
 
