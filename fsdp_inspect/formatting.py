@@ -17,7 +17,7 @@ LONGEST_NAME = 16
 """The longest name of a unit that a table shows whole."""
 _MODULES = ", "
 """Joins the modules of a unit."""
-_COMMAND_ON_RUN = re.compile(r"(\bfsdp-inspect [a-z]+) RUN\b")
+_COMMAND_ON_RUN = re.compile(r"(\bfsdp-inspect [a-z]+(?: [a-z]+)?) RUN\b")
 _LAYOUT = frozenset("\n\t")
 _FORMULA_STARTS = frozenset("=+-@＝＋－＠")
 _CELL_STARTS = frozenset("\t\r\n")
@@ -301,7 +301,7 @@ def name_run(text: str, run: str) -> str:
     """Put a run in place of `RUN` into the commands of a text, so that they can be copied.
 
     Args:
-        text: A sentence with commands such as `fsdp-inspect memory RUN`.
+        text: A sentence with commands such as `fsdp-inspect show RUN memory`.
         run: The run as the reader names it: a path or an address.
     """
     quoted = shlex.quote(run)

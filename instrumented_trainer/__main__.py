@@ -6,7 +6,6 @@ reason.
 
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -46,7 +45,7 @@ def _run(config: TrainerConfig) -> int:
         return _refuse(error)
     try:
         with process_group(runtime):
-            result = train(prepared)
+            train(prepared)
     except FsdpInspectError as error:
         print(f"instrumented_trainer, rank {runtime.rank}: {error}", file=sys.stderr)
         return 1
@@ -54,8 +53,6 @@ def _run(config: TrainerConfig) -> int:
         if runtime.is_first:
             print("instrumented_trainer: stopped", file=sys.stderr)
         return _INTERRUPTED
-    if runtime.is_first and result.run_folder is not None:
-        print(_how_to_open(result.run_folder))
     return 0
 
 
@@ -78,15 +75,6 @@ def _tell_torchrun(message: str) -> None:
 
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _how_to_open(run_folder: Path) -> str:
-    if run_folder.is_relative_to(Path.cwd()):
-        run_folder = run_folder.relative_to(Path.cwd())
-    return (
-        f"\nDashboard: fsdp-inspect app {shlex.quote(str(run_folder.parent))}\n"
-        f"Summary:   fsdp-inspect summary {shlex.quote(str(run_folder))}"
-    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The builder for forecasts of this trainer: its model, plan and step on fake tensors.
 
-    fsdp-inspect forecast --preset llama-8b --world-size 64
+    fsdp-inspect plan memory --preset llama-8b --world-size 64
 
 `build` is a builder as in `fsdp_inspect.emulation.forecast.target`. Its keywords are the trainer's
 settings. Settings that depend on the device (`auto` dtypes) have their values for GPUs.

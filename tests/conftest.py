@@ -207,7 +207,7 @@ def free_port() -> Callable[[], int]:
 
 @pytest.fixture
 def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """The command line in this process, which is faster: `invoke("summary", folder)`."""
+    """The command line in this process, which is faster: `invoke("show", folder, "summary")`."""
     from fsdp_inspect.cli import main
 
     def run(*arguments: object) -> Ended:

@@ -5,8 +5,11 @@ Code blocks marked `python` run unchanged, on two ranks, in a separate folder. T
 marked `console` or `bash` contain commands.
 """
 
+import ast
+import itertools
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,8 +19,9 @@ from typer.main import get_group
 
 from fsdp_inspect import __version__
 from fsdp_inspect.cli.application import build_application
+from fsdp_inspect.cli.sections import SECTIONS
 from fsdp_inspect.metrics import METRICS
-from tests.conftest import Torchrun
+from tests.conftest import Invoke, Torchrun
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -32,6 +36,20 @@ DOCUMENTS = (
 PAGES_WITHOUT_ENTRY = {"api.md"}
 """docs/site_pages.py adds their entries in the navigation."""
 COMMANDS = get_group(build_application()).commands
+EXAMPLES = {
+    "llama-1b": "tiny-2-ranks",
+    "llama": "hsdp-4-ranks",
+    "a": "tiny-2-ranks",
+    "b": "async-prefetch-2-ranks",
+    "before": "tiny-2-ranks",
+    "after": "async-prefetch-2-ranks",
+}
+"""The runs that the guides name, and the samples that stand for them."""
+ELSEWHERE = re.compile(
+    r"s3://|--dask|traces|dumps|forecasts|parts/|my_project|--grid|--baseline-runs|numerics"
+    r"|inspect (app|demo|record|equivalence|tune|plan|verify|store metrics)"
+)
+"""Commands that need a store, a cluster, files of a training or minutes, or that serve."""
 
 READER = '''
 from types import SimpleNamespace
@@ -105,24 +123,79 @@ def flags_of(words: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if not COMMANDS[name].hidden])
 def test_command_is_in_the_guide_and_has_help(command: str) -> None:
-    assert "Example: " in (COMMANDS[command].help or "")
-    assert re.search(rf"`fsdp-inspect {command}\b", (ROOT / "docs/commands.md").read_text())
+    parts = getattr(COMMANDS[command], "commands", {})
+    helps = [each.help or "" for each in (COMMANDS[command], *parts.values())]
+    assert all("Example: " in text for text in (helps[1:] if command == "store" else helps))
+    guide = (ROOT / "docs/commands.md").read_text()
+    for words in ((command, part) for part in parts or [""]):
+        assert f"`fsdp-inspect {' '.join(words).strip()}" in guide
 
 
-def test_commands_in_the_guides_exist_with_their_options() -> None:
-    lines = command_lines("fsdp-inspect ")
+def find_mistake(text: str) -> str | None:
+    """Why a printed command is none; None if it is one. `text` follows `fsdp-inspect `."""
+    name, *words = re.findall(r"\"[^\"]*\"|\S+", text)
+    command = COMMANDS.get(name.rstrip(".,:)"))
+    if command is None or command.hidden:
+        return f"unknown command {name!r}"
+    parts = getattr(command, "commands", {})
+    if name == "store" and words[0].rstrip(".,") not in parts:
+        return f"unknown part {words[0]!r}"
+    if words and words[0].rstrip(".,") in parts:
+        command = parts[words.pop(0).rstrip(".,")]
+    if name == "record":
+        return None
+    known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+    unknown = flags_of(words) - known - {"--help"}
+    if unknown:
+        return f"unknown option {unknown}"
+    if name == "show":
+        sections = itertools.takewhile(str.isalpha, words[1:])
+        return next(
+            (f"unknown section {each!r}" for each in sections if each not in SECTIONS), None
+        )
+    return None
 
-    assert lines
-    for _, command, *words in lines:
-        assert command in COMMANDS
-        parameters = COMMANDS[command].params
-        options = {name for each in parameters for name in (*each.opts, *each.secondary_opts)}
-        assert flags_of(words) <= options, words
+
+def printed_commands() -> dict[str, str]:
+    """The commands in backquotes and after a colon in all texts of the source, with their file."""
+    found = {}
+    for folder in ("fsdp_inspect", "app/fsdp_inspect_app", "instrumented_trainer"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                for text in texts_of(node):
+                    found |= dict.fromkeys(commands_in(text), str(path.relative_to(ROOT)))
+    return found
+
+
+def texts_of(node: ast.AST) -> list[str]:
+    """The text of a string in source code; `X` stands for a value that is put in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
+        return ["".join(map(str, parts))]
+    return []
+
+
+def commands_in(text: str) -> list[str]:
+    text = re.sub(r"\s+", " ", text)
+    quoted = re.findall(r"`fsdp-inspect ([^`]+)`", text)
+    return [*quoted, *re.findall(r": fsdp-inspect ([^`,;()]+?)(?=[,;`(]|\. |\.?$)", text)]
+
+
+def test_commands_in_all_texts_exist_with_their_sections_and_options() -> None:
+    printed = printed_commands()
+    in_guides = commands_in(" ".join(re.sub(r"```.*?```", "", guides(), flags=re.DOTALL).split()))
+    pasted = [shlex.join(words[1:]) for words in command_lines("fsdp-inspect ")]
+    assert min(len(printed), len(in_guides), len(pasted)) > 40
+    places = {**dict.fromkeys([*in_guides, *pasted], "a guide"), **printed}
+    mistakes = {text: (find_mistake(text), place) for text, place in places.items()}
+    assert {text: found for text, found in mistakes.items() if found[0] is not None} == {}
 
 
 def test_the_readme_shows_the_verdict_that_is_printed(run_python: Torchrun) -> None:
     readme = (ROOT / "README.md").read_text()
-    shown = re.search(r"fsdp-inspect (summary [^\n]*)\n```\n\n```text\n(.*?)```", readme, re.DOTALL)
+    shown = re.search(r"fsdp-inspect (show [^\n]*)\n```\n\n```text\n(.*?)```", readme, re.DOTALL)
     assert shown is not None
     command = shown[1].replace("samples/", f"{ROOT}/samples/").split()
     printed = run_python("-m", "fsdp_inspect", *command).stdout
@@ -130,12 +203,19 @@ def test_the_readme_shows_the_verdict_that_is_printed(run_python: Torchrun) -> N
     assert len(readme.splitlines()) <= 120
 
 
-def test_commands_on_samples_in_the_guides_run(run_python: Torchrun) -> None:
-    lines = [line for line in command_lines("fsdp-inspect ") if "samples" in " ".join(line)]
-
-    for _, command, *words in lines:
-        if command != "app":
-            assert run_python("-m", "fsdp_inspect", command, *words, cwd=ROOT).stdout
+def test_commands_of_the_guides_run_as_pasted(
+    tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "samples", tmp_path / "samples")
+    for name, sample in EXAMPLES.items():
+        shutil.copytree(ROOT / "samples" / sample, tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    lines = [shlex.join(words) for words in command_lines("fsdp-inspect ")]
+    own = [line for line in dict.fromkeys(lines) if not ELSEWHERE.search(line)]
+    assert len(own) > 15
+    for line in own:
+        ended = invoke(*shlex.split(line)[1:])
+        assert (ended.code, bool(ended.out)) == (0, True), f"{line}\n{ended.err}"
 
 
 def test_trainer_options_in_the_guides_exist(run_python: Torchrun) -> None:
@@ -181,7 +261,7 @@ def test_python_blocks_in_the_guides_run(
     recorded = list(tmp_path.rglob("run.json"))
     assert recorded
     for manifest in recorded:
-        assert run_python("-m", "fsdp_inspect", "summary", manifest.parent).stdout
+        assert run_python("-m", "fsdp_inspect", "show", manifest.parent, "summary").stdout
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

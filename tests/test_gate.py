@@ -15,10 +15,10 @@ from fsdp_inspect.comparison.gate.baseline import read_baseline
 ROOT = Path(__file__).parents[1]
 BASELINES = sorted((ROOT / ".ci" / "baselines").glob("*.json"))
 
-# `forecast` ends with $FORECAST; the n-th `check` with the n-th word of $CHECKS, then with 0.
+# `plan memory` ends with $FORECAST; the n-th `check` with the n-th word of $CHECKS, then with 0.
 ANSWERING = """#!/bin/bash
 echo "$*" >> "$ASKED"
-[ "$3" = forecast ] && exit "${FORECAST:-0}"
+[ "$3" = plan ] && exit "${FORECAST:-0}"
 number=$(grep -c "^-m fsdp_inspect check" "$ASKED")
 codes=($CHECKS)
 exit "${codes[$((number - 1))]:-0}"
@@ -50,7 +50,7 @@ def run_gate(folder: Path, *arguments: str, **answers: str) -> tuple[int, list[s
 def test_each_model_is_forecast_once_and_each_baseline_is_checked(tmp_path: Path) -> None:
     code, asked, _ = run_gate(tmp_path)
 
-    forecasts = [line for line in asked if line.startswith("-m fsdp_inspect forecast")]
+    forecasts = [line for line in asked if line.startswith("-m fsdp_inspect plan memory")]
     checks = [line for line in asked if line.startswith("-m fsdp_inspect check")]
     assert code == 0
     assert len(forecasts) == 3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fsdp_inspect"
-SAME_MEANING = {"FsdpInspectCallback", "diagnose", "main", "open_run"}
+SAME_MEANING = {"FsdpInspectCallback", "diagnose", "main", "open_run", "record"}
 """The callback of each framework, programs, and a command with the name of its function."""
 FOLDERS = ("fsdp_inspect", "app", "instrumented_trainer", "tests", "docs")
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}

@@ -204,8 +204,8 @@ def test_core_says_its_version(core: Environment) -> None:
 def test_core_opens_a_run(core: Environment, sample: Path) -> None:
     recorded = json.loads((sample / "run.json").read_text())
 
-    text = core.run("fsdp-inspect", "summary", sample).stdout
-    data = json.loads(core.run("fsdp-inspect", "summary", sample, "--json").stdout)
+    text = core.run("fsdp-inspect", "show", sample, "summary").stdout
+    data = json.loads(core.run("fsdp-inspect", "show", sample, "--json").stdout)
 
     assert recorded["run_id"] in text
     assert data["run_id"] == recorded["run_id"]
@@ -213,9 +213,9 @@ def test_core_opens_a_run(core: Environment, sample: Path) -> None:
 
 
 def test_core_writes_a_report_and_exports(core: Environment, sample: Path) -> None:
-    core.run("fsdp-inspect", "report", sample, "--out", "report.html")
-    core.run("fsdp-inspect", "export", sample, "--format", "perfetto", "--out", "trace.json")
-    core.run("fsdp-inspect", "export", sample, "--format", "csv", "--out", "tables")
+    core.run("fsdp-inspect", "export", sample, "html", "--out", "report.html")
+    core.run("fsdp-inspect", "export", sample, "perfetto", "--out", "trace.json")
+    core.run("fsdp-inspect", "export", sample, "csv", "--out", "tables")
 
     assert "</html>" in (core.folder / "report.html").read_text()
     assert json.loads((core.folder / "trace.json").read_text())["traceEvents"]

@@ -54,7 +54,7 @@ _ADVICE: dict[RunStatus, _Advice] = {
     ),
     RunStatus.PARTIAL: _Advice(
         "All results are of the ranks in this folder. Copy the folders of the missing ranks to it, "
-        "or merge the parts of several nodes with fsdp-inspect merge.",
+        "or merge the parts of several nodes with fsdp-inspect store merge.",
         *("ranks", "Open Ranks", ":material/grid_on:"),
     ),
 }

@@ -2,7 +2,7 @@
 
 A thread keeps the catalog up to date in the user's cache folder (`FSDP_INSPECT_CACHE`), so that the
 next dashboard reads changed runs only. Nothing is written into the folder of runs, which may belong
-to other users. A catalog that `fsdp-inspect index` has written there is taken first.
+to other users. A catalog that `fsdp-inspect store index` has written there is taken first.
 """
 
 import atexit

@@ -141,7 +141,7 @@ def _late_ranks(evidence: Evidence) -> Iterator[Finding]:
         f"{format_ns(late)} of {format_ns(exposed)} of exposed time is waiting for ranks that "
         f"arrive late at a collective. No single rank or group costs "
         f"{format_ratio(STRAGGLER_RATIO)} of the step.",
-        ("Find out when ranks arrive late: fsdp-inspect ranks RUN.",),
+        ("Find out when ranks arrive late: fsdp-inspect show RUN ranks.",),
         {"exposed_ns": exposed},
         limits=True,
         rows=_rows(evidence, Limit.STRAGGLER),
@@ -157,10 +157,10 @@ def _late_ranks(evidence: Evidence) -> Iterator[Finding]:
 
 
 _VERIFY = {
-    Limit.STRAGGLER: "Record again, then: fsdp-inspect ranks NEW_RUN",
-    Limit.SLOW_GROUP: "Record again, then: fsdp-inspect ranks NEW_RUN",
-    Limit.MEMORY: "Record again, then: fsdp-inspect memory NEW_RUN",
-    Limit.MEMORY_CREEP: "Record again, then: fsdp-inspect memory NEW_RUN",
+    Limit.STRAGGLER: "Record again, then: fsdp-inspect show NEW_RUN ranks",
+    Limit.SLOW_GROUP: "Record again, then: fsdp-inspect show NEW_RUN ranks",
+    Limit.MEMORY: "Record again, then: fsdp-inspect show NEW_RUN memory",
+    Limit.MEMORY_CREEP: "Record again, then: fsdp-inspect show NEW_RUN memory",
 }
 
 
@@ -190,9 +190,9 @@ def _also(evidence: Evidence) -> Iterator[Finding]:
     step = numbers.get("step_time_ns") or 0
     known = (
         (Limit.STRAGGLER, STRAGGLER_RATIO, "Waiting for the straggler takes",
-         "Find the straggler: fsdp-inspect ranks RUN."),
+         "Find the straggler: fsdp-inspect show RUN ranks."),
         (Limit.SLOW_GROUP, STRAGGLER_RATIO, "Waiting for a slow group of ranks takes",
-         "Find the group: fsdp-inspect ranks RUN."),
+         "Find the group: fsdp-inspect show RUN ranks."),
         (Limit.HOST, HOST_RATIO, "The device is host-bound for",
          "Reduce the host's work: torch.compile, a larger microbatch, or fewer units."),
         (Limit.INPUT, INPUT_RATIO, "Waiting for the next batch takes",

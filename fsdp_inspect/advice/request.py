@@ -71,8 +71,6 @@ def _advise_command(request: AdviceRequest) -> str:
     words = ["fsdp-inspect", "advise", request.run_name]
     if request.memory_limit is not None:
         words += ["--memory-limit", f"{request.memory_limit}B"]
-    if request.time_limit_ns is not None:
-        words += ["--time-limit", f"{request.time_limit_ns}ns"]
     words += ["--allow-dtypes"] if request.allow_dtypes else []
     if request.bus_bytes_per_s is not None:
         words += ["--bandwidth", f"{request.bus_bytes_per_s:.0f}B/s"]

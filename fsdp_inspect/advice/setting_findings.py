@@ -298,7 +298,7 @@ def _fragmentation(evidence: Evidence) -> Iterator[Finding]:
             "Allocated memory stays the same. No time is predicted.",
         ),
         snippet=_EXPANDABLE,
-        verify="Record again, then: fsdp-inspect memory NEW_RUN",
+        verify="Record again, then: fsdp-inspect show NEW_RUN memory",
     )
 
 
@@ -330,7 +330,7 @@ def _retries(evidence: Evidence) -> Iterator[Finding]:
         {"num_alloc_retries": allocator.num_alloc_retries},
         effect=Effect(sentence="None is predicted: the duration of a retry is not recorded."),
         snippet=_EXPANDABLE,
-        verify="Record again, then: fsdp-inspect memory NEW_RUN",
+        verify="Record again, then: fsdp-inspect show NEW_RUN memory",
     )
 
 

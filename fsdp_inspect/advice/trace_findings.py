@@ -75,7 +75,7 @@ def _pipeline(evidence: Evidence) -> Iterator[Finding]:
         snippet="fully_shard(block, mesh=mesh, reshard_after_forward=False)  # every block"
         if repeats
         else "",
-        verify="Record again, then: fsdp-inspect units NEW_RUN (all-gathers a step)"
+        verify="Record again, then: fsdp-inspect show NEW_RUN units (all-gathers a step)"
         if repeats
         else "",
     )
@@ -331,7 +331,7 @@ def _after_optimizer(evidence: Evidence) -> Iterator[Finding]:
             "model.set_post_optim_event(event)  # on the root, in each step"
         ),
         verify="Record again: the first all-gather of a step starts right after the optimizer "
-        "(fsdp-inspect exposed NEW_RUN)",
+        "(fsdp-inspect show NEW_RUN exposed)",
     )
 
 

@@ -426,7 +426,7 @@ def row_of(
     if peak is None or memory.peak_allocated_bytes is None:
         raise ForecastError(
             f"Run {run.manifest.run_id!r} is not a forecast: its memory is missing. Expected a "
-            "folder that `fsdp-inspect forecast` wrote. Make the forecast again."
+            "folder that `fsdp-inspect plan memory` wrote. Make the forecast again."
         )
     return ForecastRow(
         world_size=run.manifest.world_size,

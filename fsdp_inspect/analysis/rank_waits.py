@@ -1,7 +1,7 @@
 """Collect all analyses of a rank's waits for communication in one object.
 
 They are exposed time by owner and cause, prefetch, bandwidth and the slowdown of compute. They are
-shown by `fsdp-inspect exposed` and the dashboard.
+shown by `fsdp-inspect show RUN exposed` and the dashboard.
 """
 
 from collections.abc import Sequence

@@ -352,7 +352,7 @@ def _read_members(run: RunSource, expected: Sequence[int]) -> tuple[RankSteps, .
         raise CorruptFileError(
             f"statistics.parquet of run {run.manifest.run_id!r} states timed steps of "
             f"{len(expected):,} ranks, and its summaries those of {len(members):,}. Expected the "
-            "same ranks. Remove statistics.parquet, and run `fsdp-inspect compact` on the run."
+            "same ranks. Remove statistics.parquet, and run `fsdp-inspect store compact` on it."
         )
     return members
 

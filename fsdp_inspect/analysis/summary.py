@@ -1,6 +1,6 @@
 """Collect the results of all analyses of a run in one object.
 
-`fsdp-inspect summary`, the dashboard's Overview and the end of a recording show this object. Its
+`fsdp-inspect show`, the dashboard's Overview and the end of a recording show this object. Its
 fields are the keys of `summary --json`, with the units in their names. Times are times of the
 typical step of the median rank, unless a field states otherwise ([Note: the typical step] in
 `store.reduction.timed_steps`).

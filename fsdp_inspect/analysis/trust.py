@@ -175,8 +175,8 @@ class Trust:
             return None
         return (
             "Memory cannot be predicted: the simulated peak of the recorded plan is off by "
-            f"{self.memory_error:+.1%}, more than {MAX_MEMORY_ERROR:.0%}. `fsdp-inspect forecast` "
-            "computes memory without a recorded run."
+            f"{self.memory_error:+.1%}, more than {MAX_MEMORY_ERROR:.0%}. `fsdp-inspect plan "
+            "memory` computes memory without a recorded run."
         )
 
     @property

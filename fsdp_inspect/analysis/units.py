@@ -530,7 +530,7 @@ def find_unit(manifest: RunManifest, name: str) -> Unit:
     if found is None:
         nearest = suggest(name, list(units), what="units")
         raise MissingDataError(
-            f"Unit {name!r} not found in run {manifest.run_id!r}. {nearest} `fsdp-inspect units "
-            "RUN` lists all units."
+            f"Unit {name!r} not found in run {manifest.run_id!r}. {nearest} `fsdp-inspect show "
+            "RUN units` lists all units."
         )
     return found

@@ -123,5 +123,5 @@ def _too_few(found: int, num_tagged: int, least: int, tag: str | None) -> str:
         f"The catalog has {plural(found, 'earlier complete run')}{of_tag} with "
         f"the configuration, machine and torch version of this run, of "
         f"{plural(num_tagged, 'complete run')}{of_tag}. Expected at least {least}. Record more "
-        "runs and refresh the catalog with `fsdp-inspect index`, or lower --baseline-last."
+        "runs and refresh the catalog with `fsdp-inspect store index`, or lower --baseline-last."
     )

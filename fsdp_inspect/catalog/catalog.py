@@ -143,8 +143,8 @@ def open_catalog(path: str | Path) -> Catalog:
     """Open the catalog of a folder of runs.
 
     Args:
-        path: The folder of runs, or the folder of the catalog (`--out` of `fsdp-inspect index`), or
-            the URL of one.
+        path: The folder of runs, or the folder of the catalog (`--out` of `fsdp-inspect store
+            index`), or the URL of one.
 
     Raises:
         CatalogError: There is no catalog, or it is damaged or of another version.
@@ -157,5 +157,5 @@ def open_catalog(path: str | Path) -> Catalog:
             return Catalog(place, folder, head)
     raise CatalogError(
         f"No catalog in {str(path)!r}: {CATALOG_FOLDER}/{HEAD_FILE} is missing. Expected a folder "
-        f"of runs with a catalog. Create it with: fsdp-inspect index {path}"
+        f"of runs with a catalog. Create it with: fsdp-inspect store index {path}"
     )

@@ -298,7 +298,7 @@ class RemoteRunsFolder:
                 return
         raise CatalogError(
             f"Nothing found at {self.label!r}. Expected a folder of runs. Name the folder that "
-            "contains the run folders, or upload a run: fsdp-inspect upload RUN URL"
+            "contains the run folders, or upload a run: fsdp-inspect store upload RUN URL"
         )
 
     def fingerprints(self, running: Container[str]) -> dict[str, str]:

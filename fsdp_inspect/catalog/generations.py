@@ -96,7 +96,7 @@ def decode_head(content: bytes, label: str) -> CatalogHead:
         )
         raise CatalogError(
             f"Invalid catalog {label}/{HEAD_FILE}: {why} Expected a file that "
-            "`fsdp-inspect index` wrote. Remove it, and index the runs again."
+            "`fsdp-inspect store index` wrote. Remove it, and index the runs again."
         ) from error
     if not _is_name(head.generation):
         raise CatalogError(
@@ -106,7 +106,7 @@ def decode_head(content: bytes, label: str) -> CatalogHead:
     if head.catalog_version != CATALOG_VERSION:
         raise CatalogError(
             f"The catalog in {label!r} has version {head.catalog_version}. Expected "
-            f"version {CATALOG_VERSION}. Index the runs again with `fsdp-inspect index`."
+            f"version {CATALOG_VERSION}. Index the runs again with `fsdp-inspect store index`."
         )
     return head
 
@@ -173,7 +173,7 @@ def decode_table(
     except (pa.ArrowException, OSError, KeyError, ValueError, CorruptFileError) as error:
         raise CatalogError(
             f"{name} cannot be read: {str(error).rstrip('. ')[:300]}. Expected a "
-            "table that `fsdp-inspect index` wrote. Index the runs again with --rebuild."
+            "table that `fsdp-inspect store index` wrote. Index the runs again with --rebuild."
         ) from error
 
 

@@ -413,7 +413,7 @@ def _describe(error: Exception) -> str:
         return str(error)
     return (
         f"internal error: {type(error).__name__}: {error}. Expected a run that can be analysed. "
-        "Run `fsdp-inspect summary RUN --traceback`, and attach the output to a bug report."
+        "Run `fsdp-inspect show RUN --traceback`, and attach the output to a bug report."
     )
 
 

@@ -126,7 +126,8 @@ def run_query(
         sql: The statement. Its tables are `runs`, `units`, `ranks` and `steps`.
         read: Reads one table of the catalog; called for the tables that the statement names.
         timeout_s: The most time that it may take.
-        memory_bytes: The most memory of the query, and of its result; default `--max-memory`.
+        memory_bytes: The most memory of the query, and of its result. Default: the environment
+            variable FSDP_INSPECT_MAX_MEMORY.
 
     Raises:
         QueryError: The statement is invalid, forbidden, or takes too much time or memory.
@@ -215,7 +216,7 @@ class _Watch:
         self._thread.join()
         return self._ended_for or QueryError(
             "The process of the query ended without an answer. Expected enough free memory on this "
-            "machine. Run the query again, with a smaller --max-memory."
+            "machine. Run the query again, with a smaller FSDP_INSPECT_MAX_MEMORY."
         )
 
     def _look(self) -> None:
@@ -261,7 +262,7 @@ def _read_answer(source: Any, sql: str, most: int) -> pa.Table:
         if size > most:
             raise QueryError(
                 f"The result of the query exceeds {format_bytes(most)}. Expected a smaller result. "
-                "Add LIMIT or a GROUP BY, or raise --max-memory."
+                "Add LIMIT or a GROUP BY, or set FSDP_INSPECT_MAX_MEMORY higher."
             )
         batches.append(batch)
     table = pa.Table.from_batches(batches, reader.schema)
@@ -301,7 +302,7 @@ def _too_slow(timeout_s: float) -> QueryError:
 def _too_large(most: int) -> QueryError:
     return QueryError(
         f"The query needs more than {format_bytes(most)} of memory. Expected a smaller one. "
-        "Add a WHERE clause, check the joins, or raise --max-memory."
+        "Add a WHERE clause, check the joins, or set FSDP_INSPECT_MAX_MEMORY higher."
     )
 
 
@@ -326,7 +327,7 @@ def _describe(kind: str, text: str, sql: str, most: int) -> QueryError:
     return QueryError(
         f"Invalid query {sql.strip()[:200]!r}: {_first_line(text)}. Expected one SELECT "
         f"statement in DuckDB's SQL over the tables {_names()}. "
-        "`fsdp-inspect query --help` lists the columns."
+        "`fsdp-inspect store query --help` lists the columns."
     )
 
 

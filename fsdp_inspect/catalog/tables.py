@@ -2,7 +2,7 @@
 
 Each table has one column specification, which gives the Parquet files, the SQL tables, DataFrames
 and pages their columns. Every table begins with `run`, the id of the run: its path below the folder
-of runs. Numbers are those of `fsdp-inspect summary` and `fsdp-inspect units`.
+of runs. Numbers are those of `fsdp-inspect show` and `fsdp-inspect show RUN units`.
 """
 
 from collections.abc import Callable

@@ -44,8 +44,9 @@ def main() -> None:
         if TRACEBACK in words:
             traceback.print_exc()
         print(show_controls(f"fsdp-inspect: {_describe(error)}"), file=sys.stderr)
-        command = next((word for word in words if not word.startswith("-")), "")
-        sys.exit(UNJUDGED if command in JUDGING else FAILED)
+        command = [word for word in words if not word.startswith("-")][:2]
+        is_judging = bool(command) and command[0] in JUDGING and command != ["plan", "memory"]
+        sys.exit(UNJUDGED if is_judging else FAILED)
 
 
 def _options_of(words: Sequence[str]) -> list[str]:

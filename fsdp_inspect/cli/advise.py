@@ -19,7 +19,6 @@ from fsdp_inspect.cli.arguments import (
     parse_latency,
     parse_memory,
     parse_node_link,
-    parse_time,
     print_renderable,
     require_new_file,
     say_how_to_verify,
@@ -50,14 +49,6 @@ def advise(  # noqa: PLR0913 - one argument an option
             help="Highest allowed peak memory of a plan. Default: the memory of the device.",
             metavar="SIZE",
             parser=parse_memory,
-        ),
-    ] = None,
-    time_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="Longest allowed step time, for the search of the plan with the lowest peak. "
-            "Default: the recorded step time.",
-            metavar="TIME",
         ),
     ] = None,
     allow_dtypes: Annotated[
@@ -124,7 +115,6 @@ def advise(  # noqa: PLR0913 - one argument an option
 
     request = AdviceRequest(
         memory_limit=memory_limit,
-        time_limit_ns=_parse_time_limit(time_limit),
         allow_dtypes=allow_dtypes,
         bus_bytes_per_s=parse_bandwidth(bandwidth),
         latency_ns=parse_latency(latency),
@@ -157,16 +147,6 @@ def advise(  # noqa: PLR0913 - one argument an option
 
     earlier = render_track_record(record) if details else ()
     print_renderable(Group(render_advice(advice, details=details), *earlier))
-
-
-def _parse_time_limit(text: str | None) -> int | None:
-    limit = parse_time("--time-limit", text, "300ms")
-    if limit == 0:
-        raise typer.BadParameter(
-            f"Invalid step time: {text!r}. Expected a time above 0, for example 300ms.",
-            param_hint="--time-limit",
-        )
-    return None if limit is None else round(limit)
 
 
 def _write(

@@ -54,11 +54,17 @@ NodeBandwidthOption = Annotated[
         "--node-bandwidth",
         help="Bus bandwidth within a node, for example 350GB/s.",
         metavar="RATE",
+        hidden=True,
     ),
 ]
 NodeLatencyOption = Annotated[
     str | None,
-    typer.Option("--node-latency", help="Latency within a node, for example 30us.", metavar="TIME"),
+    typer.Option(
+        "--node-latency",
+        help="Latency within a node, for example 30us.",
+        metavar="TIME",
+        hidden=True,
+    ),
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -284,24 +290,11 @@ def print_renderable(renderable: "RenderableType") -> None:
 
 
 def _shared(
-    max_memory: Annotated[
-        int | None,
-        typer.Option(
-            "--max-memory",
-            help="Memory limit for reading one file of a run. [default: 8GiB]",
-            metavar="SIZE",
-            parser=parse_memory,
-        ),
-    ] = None,
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Show the traceback of an error, for a bug report.")
     ] = False,
 ) -> None:
-    """Apply the shared options; `cli.main` reads `--traceback` itself."""
-    from fsdp_inspect.store.boundary import VARIABLE
-
-    if max_memory is not None:
-        os.environ[VARIABLE] = str(max_memory)
+    """The shared options; `cli.main` reads `--traceback` itself."""
 
 
 def add_shared_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -310,8 +303,7 @@ def add_shared_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        _shared(**{name: values.pop(name) for name in shared.parameters})
-        command(**values)
+        command(**{name: value for name, value in values.items() if name in own.parameters})
 
     parameters = [*own.parameters.values(), *shared.parameters.values()]
     run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from fsdp_inspect.cli.arguments import (
     print_renderable,
     whole_number,
 )
+from fsdp_inspect.error_text import shorten
 from fsdp_inspect.formatting import show_controls
 
 if TYPE_CHECKING:
@@ -96,19 +97,15 @@ def check(  # noqa: PLR0913 - one argument an option
         Path | None,
         typer.Option(help="New folder to keep the recorded runs in.", metavar="DIR"),
     ] = None,
-    output: Annotated[
-        Format,
+    formats: Annotated[
+        list[str] | None,
         typer.Option(
             "--format",
-            metavar="FORMAT",
-            help="Output format: text, markdown, junit or github.",
+            metavar="FORMAT[=FILE]",
+            help="text, markdown, junit or github (annotations). With =FILE, the result is written "
+            "there; Markdown is appended. Repeat the option for more outputs.",
+            show_default=False,
         ),
-    ] = Format.TEXT,
-    markdown: Annotated[
-        Path | None, typer.Option(help="File to append the result to as Markdown.", metavar="FILE")
-    ] = None,
-    junit: Annotated[
-        Path | None, typer.Option(help="File to write as JUnit XML.", metavar="FILE")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -131,6 +128,7 @@ def check(  # noqa: PLR0913 - one argument an option
     """
     from fsdp_inspect.errors import FsdpInspectError
 
+    outputs, files = _read_formats(formats or [])
     wrong_use = {
         "Expected either runs or --record 'COMMAND'.": (runs is None) == (record is None),
         "Nothing to compare with: --baseline, --baseline-runs or --budget is missing.": baseline
@@ -142,7 +140,7 @@ def check(  # noqa: PLR0913 - one argument an option
         and baseline_runs is None,
         "--repeat and --out require --record 'COMMAND'. Add it, or omit them.": record is None
         and (repeat > 1 or out is not None),
-        "Expected either --json or --format.": as_json and output is not Format.TEXT,
+        "Expected either --json or one --format without a file.": as_json + len(outputs) > 1,
     }
     for message, applies in wrong_use.items():
         if applies:
@@ -162,11 +160,29 @@ def check(  # noqa: PLR0913 - one argument an option
     except FsdpInspectError as error:
         typer.echo(show_controls(f"Error: {error}"), err=True)
         raise typer.Exit(UNJUDGED) from error
-    _print(result, output, as_json=as_json)
+    _print(result, outputs[0] if outputs else Format.TEXT, as_json=as_json)
     if record is not None and out is None and result.exit_code:
         typer.echo("The recorded runs were deleted. To keep them, use --out DIR.", err=True)
-    are_written = _write_files(result, markdown, junit)
+    are_written = _write_files(result, files)
     raise typer.Exit(result.exit_code or (0 if are_written else UNJUDGED))
+
+
+def _read_formats(texts: Sequence[str]) -> tuple[list[Format], list[tuple[Format, Path]]]:
+    """The formats to print, and those to write with their files."""
+    outputs, files = [], []
+    for text in texts:
+        name, _, file = text.partition("=")
+        if name not in {each.value for each in Format} or (file and name == Format.TEXT):
+            raise typer.BadParameter(
+                f"Unknown format {shorten(name)!r}. Expected one of "
+                f"{', '.join(each.value for each in Format)}, or with a file: junit=report.xml.",
+                param_hint="--format",
+            )
+        if file:
+            files.append((Format(name), Path(file)))
+        else:
+            outputs.append(Format(name))
+    return outputs, files
 
 
 def _split(record: str) -> list[str]:
@@ -310,34 +326,36 @@ def _judge(
 
 
 def _print(result: "CheckResult", output: Format, *, as_json: bool) -> None:
-    from fsdp_inspect.report import check as report
+    from fsdp_inspect.report.check import render_check
     from fsdp_inspect.report.json import render_json
 
     if as_json:
         print(render_json(result))
-    elif output is Format.MARKDOWN:
-        print(report.render_markdown([result]), end="")
-    elif output is Format.JUNIT:
-        print(report.render_junit([result]), end="")
-    elif output is Format.GITHUB:
-        print(report.render_annotations([result]), end="")
+    elif output is Format.TEXT:
+        print_renderable(render_check(result))
     else:
-        print_renderable(report.render_check(result))
+        print(_render(result, output), end="")
 
 
-def _write_files(result: "CheckResult", markdown: Path | None, junit: Path | None) -> bool:
-    """Write the requested files; False and a message if one cannot be written."""
+def _render(result: "CheckResult", output: Format) -> str:
+    """A check for a file, or for another program."""
     from fsdp_inspect.report import check as report
 
+    if output is Format.JUNIT:
+        return report.render_junit([result])
+    if output is Format.GITHUB:
+        return report.render_annotations([result])
+    return report.render_markdown([result])
+
+
+def _write_files(result: "CheckResult", files: Sequence[tuple[Format, Path]]) -> bool:
+    """Write the requested files; False and a message if one cannot be written."""
     try:
-        for path in (markdown, junit):
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-        if markdown is not None:
-            with markdown.open("a", encoding="utf-8") as file:  # appends to the job's summary
-                file.write(report.render_markdown([result]))
-        if junit is not None:
-            junit.write_text(report.render_junit([result]), encoding="utf-8")
+        for output, path in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mode = "a" if output is Format.MARKDOWN else "w"  # appends to the job's summary
+            with path.open(mode, encoding="utf-8") as file:
+                file.write(_render(result, output))
     except OSError as error:
         typer.echo(
             f"Error: the result cannot be written to {error.filename!r}: {error.strerror}. "

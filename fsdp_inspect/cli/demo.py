@@ -68,7 +68,7 @@ def demo(
         print_renderable(render_summary(measure_summary(run), run=str(run.path)))
         print()
     print_renderable(render_comparison(compare_runs(*recorded)))
-    print(f"\nShow a run again: fsdp-inspect summary {recorded[0].path}", flush=True)
+    print(f"\nShow a run again: fsdp-inspect show {recorded[0].path}", flush=True)
     if should_serve:
         serve(runs_dir, port=port)
 

@@ -1,4 +1,4 @@
-"""`fsdp-inspect export` and `report`: write a run for other programs, or as one HTML page."""
+"""`fsdp-inspect export`: write a run for other programs, or as one HTML page."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,6 @@ import typer
 
 from fsdp_inspect.cli.arguments import (
     JsonOption,
-    RunArgument,
     open_stored_argument,
     print_renderable,
     whole_number,
@@ -36,28 +35,40 @@ class ExportFormat(StrEnum):
     CSV = "csv"
     PARQUET = "parquet"
     OPENMETRICS = "openmetrics"
+    HTML = "html"
+
+
+_ENDINGS = {
+    ExportFormat.PERFETTO: ".perfetto.json.gz",
+    ExportFormat.CSV: "-csv",
+    ExportFormat.PARQUET: "-parquet",
+    ExportFormat.OPENMETRICS: ".prom",
+    ExportFormat.HTML: ".html",
+}
+"""The ends of the names of exports without `--out`."""
 
 
 def export(  # noqa: PLR0913 (every option is a parameter)
-    run: RunArgument,
-    export_format: Annotated[
-        ExportFormat,
-        typer.Option(
-            "--format",
-            metavar="FORMAT",
-            help="perfetto, csv, parquet or openmetrics.",
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... FORMAT",
+            help="A run, then perfetto, csv, parquet, openmetrics or html. Several runs and html "
+            "compare them with the first; a folder of repeats is one side.",
             show_default=False,
         ),
     ],
+    format_: Annotated[
+        ExportFormat | None, typer.Option("--format", hidden=True, help="The former option.")
+    ] = None,
     out: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             metavar="PATH",
-            help="For perfetto a .json or .json.gz file, for openmetrics a file, for csv and "
-            "parquet a folder.",
+            help="The file, or the folder for csv and parquet. Default: the name of the run here.",
             show_default=False,
         ),
-    ],
+    ] = None,
     steps: Annotated[
         str | None, typer.Option(metavar="3-5,8", help="Steps to export; default all.")
     ] = None,
@@ -77,7 +88,7 @@ def export(  # noqa: PLR0913 (every option is a parameter)
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Export a run as a Perfetto trace, as tables, or as metrics.
+    """Export a run as a Perfetto trace, tables, metrics or an HTML report.
 
     **perfetto** writes a Chrome trace for https://ui.perfetto.dev. Each rank is a process with
     tracks for the step, the compute stream or main thread with its exposed waits, and each kind of
@@ -88,19 +99,38 @@ def export(  # noqa: PLR0913 (every option is a parameter)
     and units. Codes become names, and the name of a column ends in its unit. Times are ns on the
     clock of the recording rank.
 
-    **openmetrics** writes the numbers that `fsdp-inspect metrics` serves to a text file.
+    **openmetrics** writes the numbers that `fsdp-inspect store metrics` serves to a text file.
+
+    **html** writes one self-contained page, which loads nothing and runs no script: the verdict,
+    the breakdown, exposed communication, memory, ranks, the plan and the environment. For several
+    runs, it shows what differs and which differences are noise.
 
     An interrupted export leaves no partial files.
 
-    Example: `fsdp-inspect export runs/demo --format perfetto --steps 10-12 --out demo.json.gz`
+    Example: `fsdp-inspect export runs/demo html`
 
-    Example: `fsdp-inspect export runs/demo --format csv --ranks 0 --out demo-tables`
+    Example: `fsdp-inspect export runs/demo perfetto --steps 10-12 --out demo.json.gz`
     """
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.report.outcomes import render_export
     from fsdp_inspect.report.selection import select
 
-    opened = open_stored_argument(run)
+    runs, export_format = _read_words(words, format_)
+    if export_format is ExportFormat.HTML:
+        if steps is not None or ranks is not None:
+            raise typer.BadParameter(
+                "A report covers all ranks and timed steps. Omit the option.",
+                param_hint="--ranks" if steps is None else "--steps",
+            )
+        report(runs, out or Path(_name_of(runs) + _ENDINGS[export_format]), force, as_json)
+        return
+    if len(runs) != 1:
+        raise typer.BadParameter(
+            f"{len(runs)} runs. Expected one for this format. Only html compares runs.",
+            param_hint="RUN",
+        )
+    opened = open_stored_argument(runs[0])
+    out = out or Path(_name_of(runs) + _ENDINGS[export_format])
     selection = select(
         opened,
         ranks=parse_numbers(ranks, option="--ranks"),
@@ -118,6 +148,30 @@ def export(  # noqa: PLR0913 (every option is a parameter)
         print(render_run_json(opened, result))
     else:
         print_renderable(render_export(result))
+
+
+def _read_words(words: list[str], given: ExportFormat | None) -> tuple[list[str], ExportFormat]:
+    """The runs and the format of an export."""
+    known = [each.value for each in ExportFormat]
+    if given is not None:
+        return words, given
+    if words[-1] not in known:
+        raise typer.BadParameter(
+            f"The format is missing after {words[-1]!r}. Expected one of {', '.join(known)} as the "
+            f"last word, for example: fsdp-inspect export {words[0]} html",
+            param_hint="FORMAT",
+        )
+    if len(words) == 1:
+        raise typer.BadParameter(
+            f"The run is missing before {words[0]!r}. Expected a run folder or its URL.",
+            param_hint="RUN",
+        )
+    return words[:-1], ExportFormat(words[-1])
+
+
+def _name_of(runs: list[str]) -> str:
+    """The name of an export: that of the run, or of the compared runs."""
+    return "-and-".join(Path(run.rstrip("/")).absolute().name for run in runs)
 
 
 Progress = Callable[[int, int], None]
@@ -249,16 +303,7 @@ def report(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write an HTML report of one run, or of a comparison of several.
-
-    The file is self-contained: it loads nothing and runs no script. The report of one run shows
-    the verdict, the breakdown, exposed communication, memory, ranks, the plan and the environment.
-    A comparison shows the differences in settings, metrics and units, and which are noise.
-
-    Example: `fsdp-inspect report runs/demo --out demo.html`
-
-    Example: `fsdp-inspect report runs/before runs/after --out change.html`
-    """
+    """Write an HTML report of one run, or of a comparison; the former name of `export RUN html`."""
     from fsdp_inspect.report.output import whole_file
 
     if out.suffix not in (".html", ".htm"):

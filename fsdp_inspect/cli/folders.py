@@ -60,9 +60,9 @@ def index(
     The catalog has one row for each run, unit and rank, and the condensed steps. Only runs whose
     files have changed are read. The dashboard, `query` and `check --baseline-runs` use it.
 
-    Example: `fsdp-inspect index runs/`
+    Example: `fsdp-inspect store index runs/`
 
-    Example: `fsdp-inspect index s3://bucket/runs`
+    Example: `fsdp-inspect store index s3://bucket/runs`
     """
     from fsdp_inspect.catalog.index import index_runs
     from fsdp_inspect.report.json import render_json
@@ -102,7 +102,7 @@ def query(
 ) -> None:
     """Run SQL over the catalog of a folder of runs (DuckDB's SQL, read-only).
 
-    Create the catalog with `fsdp-inspect index RUNS`. The tables are:
+    Create the catalog with `fsdp-inspect store index RUNS`. The tables are:
 
     **runs**: run, name, created, status, model, num_parameters, plan, world_size, backend, device,
     torch, git_commit, tags, step_time_ns, exposed_ns, communication_ns, overlap_ratio,
@@ -120,13 +120,13 @@ def query(
     shows them with units, `--json` and `--csv` show them raw. `tags` is a list, and `settings` is a
     map from names such as `config.lr` to text.
 
-    Example: `fsdp-inspect query "SELECT run, step_time_ns, exposed_ns FROM runs ORDER BY 2"`
+    Example: `fsdp-inspect store query "SELECT run, step_time_ns, exposed_ns FROM runs ORDER BY 2"`
 
-    Example: `fsdp-inspect query "SELECT settings['config.lr'] AS lr, median(step_time_ns) AS
+    Example: `fsdp-inspect store query "SELECT settings['config.lr'] AS lr, median(step_time_ns) AS
     step_time_ns FROM runs WHERE list_contains(tags, 'main') GROUP BY ALL"`
 
-    Example: `fsdp-inspect query "SELECT unit, max(exposed_ns) AS exposed_ns FROM units JOIN runs
-    USING (run) WHERE model = 'Transformer' GROUP BY unit ORDER BY 2 DESC LIMIT 10"`
+    Example: `fsdp-inspect store query "SELECT unit, max(exposed_ns) AS exposed_ns FROM units JOIN
+    runs USING (run) WHERE model = 'Transformer' GROUP BY unit ORDER BY 2 DESC LIMIT 10"`
     """
     from fsdp_inspect.catalog.catalog import open_catalog
     from fsdp_inspect.errors import CatalogError, QueryError
@@ -164,7 +164,7 @@ def compact(
     You can interrupt and repeat it. With `--dask`, workers compact several ranks at once, and each
     needs the memory of one rank. The run folder must be on a disk that all workers share.
 
-    Example: `fsdp-inspect compact runs/demo`
+    Example: `fsdp-inspect store compact runs/demo`
     """
     from fsdp_inspect.report.outcomes import render_compaction, render_compaction_json
     from fsdp_inspect.store.compaction import compact_run
@@ -190,7 +190,7 @@ def merge(
 
     The parts stay unchanged. The new folder appears when it is complete.
 
-    Example: `fsdp-inspect merge node-0/run node-1/run --out runs/merged`
+    Example: `fsdp-inspect store merge node-0/run node-1/run --out runs/merged`
     """
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.report.outcomes import render_merge
@@ -224,7 +224,7 @@ def upload(
     an interruption, or a whole run. It skips ranks that still record, because their
     recorders upload them. You can interrupt and repeat it.
 
-    Example: `fsdp-inspect upload runs/demo s3://bucket/runs`
+    Example: `fsdp-inspect store upload runs/demo s3://bucket/runs`
     """
     from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.outcomes import render_upload

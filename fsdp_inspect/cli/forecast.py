@@ -1,4 +1,4 @@
-"""`fsdp-inspect forecast`: compute the peak memory of a step on N ranks, without a GPU."""
+"""`fsdp-inspect plan memory`: compute the peak memory of a step on N ranks, without a GPU."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -104,7 +104,7 @@ def forecast(  # noqa: PLR0913 - one argument an option
     One training step runs on fake tensors and a fake process group. FSDP2's own code decides what
     is allocated and when, and no arithmetic runs. 8B parameters take seconds and 0.4 GB of memory.
 
-    Example: `fsdp-inspect forecast --preset llama-8b --world-size 8,64,512 --fit 80GiB`
+    Example: `fsdp-inspect plan memory --preset llama-8b --world-size 8,64,512 --fit 80GiB`
     """
     from fsdp_inspect.analysis.forecasts import (
         allowance_of,

@@ -1,4 +1,4 @@
-"""`fsdp-inspect metrics`: serve the numbers of a run to a monitoring system."""
+"""`fsdp-inspect store metrics`: serve the numbers of a run to a monitoring system."""
 
 import contextlib
 import json
@@ -87,7 +87,7 @@ def metrics(  # noqa: PLR0913 - one argument an option
     time, data loading and memory have the names of torchtitan. The other names begin with fsdp_.
     docs/gate.md lists them.
 
-    Example: `fsdp-inspect metrics runs/demo --port 9464`
+    Example: `fsdp-inspect store metrics runs/demo --port 9464`
     """
     from fsdp_inspect.analysis.live.monitor import choose_ranks
     from fsdp_inspect.report.selection import select

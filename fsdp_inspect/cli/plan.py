@@ -50,18 +50,19 @@ def _count(text: str) -> float:
 
 
 def plan(  # noqa: PLR0913 - one argument an option
+    context: typer.Context,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="A preset (tiny, small, llama-1b, llama-8b, llama-70b), the config.json of a "
             "Hugging Face model or its folder, or a builder of your own: MODULE:FUNCTION returns "
             "a ForecastTarget.",
             metavar="MODEL",
         ),
-    ],
+    ] = None,
     gpus: Annotated[
-        int, typer.Option(help="Number of GPUs.", parser=whole_number(1, MAX_WORLD_SIZE))
-    ],
+        int | None, typer.Option(help="Number of GPUs.", parser=whole_number(1, MAX_WORLD_SIZE))
+    ] = None,
     preset: Annotated[
         str,
         typer.Option(
@@ -153,11 +154,21 @@ def plan(  # noqa: PLR0913 - one argument an option
     plan is certain to fit; the output states what is missing. 2: invalid input.
 
     With --fixed it evaluates one given plan: `--fixed --set batch_size=2 --set loss=fused`.
+    `fsdp-inspect plan memory` forecasts only the peak memory, by unit, phase and category.
 
     Example: `fsdp-inspect plan --model llama-70b --gpus 64 --preset h200-ib400 --memory 80GiB`
     """
     from fsdp_inspect.report.planning import render_plan
 
+    if context.invoked_subcommand is not None:
+        return
+    if model is None or gpus is None:
+        missing = "--model" if model is None else "--gpus"
+        raise typer.BadParameter(
+            "Missing option. Expected a model and a number of GPUs, for example --model llama-8b "
+            "--gpus 8.",
+            param_hint=missing,
+        )
     machine = _machine(preset, gpus_per_node, memory, host_memory, calibrate)
     question = _Question(
         model=model,

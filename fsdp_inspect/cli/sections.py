@@ -1,9 +1,11 @@
-"""The commands that show one run: its summary, or one section of it.
+"""`fsdp-inspect show`: the verdict of a run, or sections of its results.
 
-Each opens the run, asks for one result, and prints it as JSON or as tables.
+`SECTIONS` lists the sections. Each is a function that opens the run, asks for one result, and
+prints it as JSON or as tables. Its parameters are the options of `show` that apply to it.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -17,6 +19,7 @@ from fsdp_inspect.cli.arguments import (
     whole_number,
 )
 from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
+from fsdp_inspect.error_text import shorten
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,49 +42,27 @@ StepOption = Annotated[
 ]
 
 
-def summary(  # noqa: PLR0913 - one argument an option
+def summary(
     run: RunArgument,
     rank: RankOption = None,
     step: StepOption = None,
     as_json: JsonOption = False,
-    verdict: Annotated[
-        bool,
-        typer.Option(
-            "--verdict", help="Show only the verdict: the limit of the step, and what to try next."
-        ),
-    ] = False,
+    verdict: Annotated[bool, typer.Option("--verdict", help="Show only the verdict.")] = False,
     dask: DaskOption = None,
-    at_end: Annotated[
-        bool,
-        typer.Option(
-            "--at-end",
-            hidden=True,
-            help="For the end of a training: wait for ranks that still write, and compact the run.",
-        ),
-    ] = False,
 ) -> None:
-    """Show one run: the limit of the step, its parts, memory and ranks.
-
-    If the run hung, died or went wrong, the diagnosis comes first (`fsdp-inspect diagnose`).
-
-    Times are those of the typical step of the median rank. Warm-up, memory and numerics steps are
-    not timed, and the output lists them.
-
-    `--rank` and `--step` show the parts of one step, which add up to it, and the causes of its
-    exposed waits.
-
-    The tables of a run that has not ended have no summary yet. This command then reads all events
-    of all ranks, with `--dask` on several workers at once. For other runs, `--dask` has no effect.
-
-    Example: `fsdp-inspect summary runs/demo --json`
-
-    Example: `fsdp-inspect summary runs/demo --rank 1 --step 12`
-    """
-    from fsdp_inspect.report.json import render_run_json
-
+    """Show the whole summary of a run; the former name of `show RUN summary`."""
     if rank is not None or step is not None:
         breakdown(run, rank, step, as_json)
-        return
+    else:
+        _show_summary(run, "verdict" if verdict else "summary", as_json=as_json, dask=dask)
+
+
+def _show_summary(
+    run: str, part: str, *, as_json: bool, dask: str | None, at_end: bool = False
+) -> None:
+    """Show one part of the summary: `first`, `verdict` or `summary`."""
+    from fsdp_inspect.report.json import render_run_json
+
     if at_end:
         from fsdp_inspect.store.compaction import compact_at_end
 
@@ -91,19 +72,21 @@ def summary(  # noqa: PLR0913 - one argument an option
         measured = opened.summary()
         found = None if as_json else opened.diagnose(with_plans=False)
     if found is None:
-        print(render_run_json(opened.source, measured.verdict if verdict else measured))
+        print(render_run_json(opened.source, measured.verdict if part == "verdict" else measured))
         return
     from fsdp_inspect.report.diagnosis import render_diagnosis
     from fsdp_inspect.report.layout import dim
-    from fsdp_inspect.report.text import render_summary, render_verdict
+    from fsdp_inspect.report.text import render_first_lines, render_summary, render_verdict
 
     if found.is_problem:
         print_renderable(render_diagnosis(found, brief=True, run=run))
         print()
-    if verdict:
+    if part == "verdict":
         print_renderable(render_verdict(measured.verdict, run=run))
         if measured.recorder_sentence is not None:
             print_renderable(dim(f"  {measured.recorder_sentence}"))
+    elif part == "first":
+        print_renderable(render_first_lines(measured, _LATER_SECTIONS, run=run))
     else:
         print_renderable(render_summary(measured, run=run))
 
@@ -111,7 +94,7 @@ def summary(  # noqa: PLR0913 - one argument an option
 def breakdown(
     run: RunArgument, rank: RankOption = None, step: StepOption = None, as_json: JsonOption = False
 ) -> None:
-    """Show the parts of a step and the causes of its exposed waits, as `summary --step` does."""
+    """Show the parts of a step, which add up to it, and the causes of its exposed waits."""
     from fsdp_inspect.report.text import render_breakdown
 
     opened = open_run_argument(run)
@@ -131,7 +114,7 @@ def lifetime(
     Goodput is the time of the phase training, divided by the wall time. The first step of each
     attempt and steps lost at a restart do not belong to this phase.
 
-    Example: `fsdp-inspect lifetime runs/demo`
+    Example: `fsdp-inspect show runs/demo lifetime`
     """
     from fsdp_inspect.report.text import render_lifetime
 
@@ -154,7 +137,7 @@ def exposed(
     Each exposed wait is split into causes, which add up to it. The longest waits are listed with
     their step and time, so that you can find them in the timeline.
 
-    Example: `fsdp-inspect exposed runs/demo --unit layers.1`
+    Example: `fsdp-inspect show runs/demo exposed --unit layers.1`
     """
     from fsdp_inspect.report.exposed import render_waits
 
@@ -170,7 +153,7 @@ def units(
 ) -> None:
     """Show the cost of each FSDP unit per step: collectives, exposed waits, copies, compute.
 
-    Example: `fsdp-inspect units runs/demo --rank 1`
+    Example: `fsdp-inspect show runs/demo units --rank 1`
     """
     from fsdp_inspect.report.text import render_units
 
@@ -189,7 +172,7 @@ def kernels(
     Works on imported traces, and on runs recorded with `--profile-steps 20:23`
     (`Recorder(profile_steps="20:23")`). On a CPU it shows operators.
 
-    Example: `fsdp-inspect kernels runs/demo --rank 1`
+    Example: `fsdp-inspect show runs/demo kernels --rank 1`
     """
     from fsdp_inspect.report.kernels_wording import render_kernels
 
@@ -203,7 +186,7 @@ def numerics(run: RunArgument, as_json: JsonOption = False) -> None:
     Record them with `--numerics-every N` (`Recorder(numerics_every=N)`). A lost update changed no
     stored parameter, because it is smaller than the rounding of the parameter's dtype.
 
-    Example: `fsdp-inspect numerics runs/demo`
+    Example: `fsdp-inspect show runs/demo numerics`
     """
     from fsdp_inspect.errors import MissingDataError
     from fsdp_inspect.report.text import render_numerics
@@ -232,7 +215,7 @@ def memory(
 
     Works on recorded runs and on imported memory snapshots.
 
-    Example: `fsdp-inspect memory runs/demo --rank 1`
+    Example: `fsdp-inspect show runs/demo memory --rank 1`
     """
     from fsdp_inspect.report.memory_wording import render_memory
 
@@ -273,7 +256,7 @@ def ranks(
     With `--grid`, the ranks are shown as a grid. Rows and columns are mesh dimensions, nodes or
     local ranks. This locates a slow node, group or stage.
 
-    Example: `fsdp-inspect ranks runs/demo --grid node,tp`
+    Example: `fsdp-inspect show runs/demo ranks --grid node,tp`
     """
     from fsdp_inspect.analysis.step_selection import timed_rank
     from fsdp_inspect.report.json import render_run_json
@@ -305,6 +288,128 @@ def _lay_out(run: "Run", grid: str | None, metric: str) -> "MeshGrid | None":
         return run.mesh_grid(metric=metric, rows=rows.strip(), columns=columns.strip() or None)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--grid") from error
+
+
+def _verdict(
+    run: str, as_json: bool = False, dask: str | None = None, at_end: bool = False
+) -> None:
+    """What limits the step, why, and what to try next."""
+    _show_summary(run, "verdict", as_json=as_json, dask=dask, at_end=at_end)
+
+
+def _whole(run: str, as_json: bool = False, dask: str | None = None) -> None:
+    """All parts of the summary."""
+    _show_summary(run, "summary", as_json=as_json, dask=dask)
+
+
+SECTIONS: Mapping[str, Callable[..., None]] = {
+    "verdict": _verdict,
+    "summary": _whole,
+    "breakdown": breakdown,
+    "exposed": exposed,
+    "units": units,
+    "kernels": kernels,
+    "memory": memory,
+    "ranks": ranks,
+    "numerics": numerics,
+    "lifetime": lifetime,
+}
+"""The sections of `show`. A section takes the options of `show` that its function names."""
+_LATER_SECTIONS = tuple(name for name in SECTIONS if name != "verdict")
+"""The sections that add to the output without a section."""
+
+
+def show(  # noqa: PLR0913 - one argument an option
+    run: RunArgument,
+    sections: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SECTION...]",
+            help=f"What to show: {', '.join(SECTIONS)}. Default: the verdict, the parts of the "
+            "step and the longest waits.",
+            show_default=False,
+        ),
+    ] = None,
+    rank: RankOption = None,
+    step: StepOption = None,
+    unit: Annotated[
+        str | None, typer.Option(help="Only waits of this unit (exposed).", metavar="FQN")
+    ] = None,
+    grid: Annotated[
+        str | None,
+        typer.Option(
+            help="Lay out the ranks by two dimensions, such as `node,tp`, or `auto` (ranks).",
+            metavar="ROWS,COLUMNS",
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="The metric of --grid: own_work_ns, exposed_ns, ...",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
+    dask: DaskOption = None,
+    as_json: JsonOption = False,
+    at_end: Annotated[
+        bool,
+        typer.Option(
+            "--at-end",
+            hidden=True,
+            help="For the end of a training: wait for ranks that still write, and compact the run.",
+        ),
+    ] = False,
+) -> None:
+    """Show a run: what limits its step, and sections on request.
+
+    If the run hung, died or went wrong, the diagnosis comes first (`fsdp-inspect diagnose`). Times
+    are those of the typical step of the median rank. Warm-up, memory and numerics steps are not
+    timed.
+
+    `--rank` and `--step` without a section show the parts of one step. `--json` prints the whole
+    summary, or one section. A run that has not ended has no summary yet: `--dask` reads the events
+    of its ranks on several workers.
+
+    Example: `fsdp-inspect show runs/demo`
+
+    Example: `fsdp-inspect show runs/demo exposed memory --rank 1`
+    """
+    given = {"rank": rank, "step": step, "unit": unit, "grid": grid, "metric": metric, "dask": dask}
+    options: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    chosen = sections or (["breakdown"] if {"rank", "step"} & options.keys() else [])
+    unknown = [name for name in chosen if name not in SECTIONS]
+    if unknown:
+        raise typer.BadParameter(
+            f"Unknown section {shorten(unknown[0])!r}. Expected {', '.join(SECTIONS)}.",
+            param_hint="SECTION",
+        )
+    accepted = {name: _options_of(SECTIONS[name]) for name in chosen}
+    for option in options:
+        if option != "dask" and not any(option in each for each in accepted.values()):
+            takers = [name for name, each in SECTIONS.items() if option in _options_of(each)]
+            raise typer.BadParameter(
+                f"The chosen sections do not use it. Expected one of these sections with it: "
+                f"{', '.join(takers)}.",
+                param_hint=f"--{option}",
+            )
+    if as_json and len(chosen) > 1:
+        raise typer.BadParameter(
+            "Several sections. Expected at most one with --json.", param_hint="--json"
+        )
+    if at_end:
+        options["at_end"] = True
+    if not chosen:
+        _show_summary(run, "first", as_json=as_json, dask=dask, at_end=at_end)
+    for number, name in enumerate(chosen):
+        if number:
+            print()
+        own = {key: value for key, value in options.items() if key in accepted[name]}
+        SECTIONS[name](run, as_json=as_json, **own)
+
+
+def _options_of(section: Callable[..., None]) -> Mapping[str, object]:
+    return inspect.signature(section).parameters
 
 
 _ResultT = TypeVar("_ResultT")

@@ -63,7 +63,7 @@ def _parse_dtype(text: str) -> str:
 def _parse_checkpointing(text: str) -> str:
     from fsdp_inspect.simulation.changes import CheckpointingMode
 
-    hint = " For selective checkpointing, use fsdp-inspect forecast."
+    hint = " For selective checkpointing, use fsdp-inspect plan memory."
     return _choose(text, get_args(CheckpointingMode), hint)
 
 

@@ -44,7 +44,7 @@ presets:
 examples:
   python -m fsdp_inspect.emulate --world-size 64 --bandwidth 50GB/s --latency 20us train.py
   python -m fsdp_inspect.emulate --preset h200-ib400 --world-size 64 -m pkg.train
-  fsdp-inspect summary runs/<run>        show the result in the terminal
+  fsdp-inspect show runs/<run>        show the result in the terminal
 """
 
 _OPTIONS = {

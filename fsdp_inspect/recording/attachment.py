@@ -83,7 +83,7 @@ from fsdp_inspect.recording.units import (
     refuse_recorded_units,
 )
 from fsdp_inspect.recording.value_watch import ValueWatch
-from fsdp_inspect.recording.verdict import close_run, close_run_in_background
+from fsdp_inspect.recording.verdict import close_run, close_run_in_background, tell_place
 from fsdp_inspect.recording.watchdog import WatchSettings, tell
 from fsdp_inspect.store import folder
 from fsdp_inspect.store.background_upload import FINISH_TIMEOUT_S, BackgroundUpload
@@ -845,7 +845,7 @@ class Attachment:
         is_complete = self._upload.finish(FINISH_TIMEOUT_S)
         if is_complete and self._rank == 0 and self._options.print_verdict:
             url = self._upload.url
-            tell(f"uploaded to {url}. To read it: fsdp-inspect summary {shlex.quote(url)}", 0)
+            tell(f"uploaded to {url}. To read it: fsdp-inspect show {shlex.quote(url)}", 0)
 
     def _needs_explanation(self, error: BaseException | None) -> bool:
         """Whether the failure is not explained by the error itself."""
@@ -982,8 +982,10 @@ class Attachment:
 
     def _conclude(self, *, show: bool) -> None:
         """Write the summary and print the verdict."""
-        show = show and self.session.step > 0
         emulation, folder = self._emulation, self.folder.path
+        if show:
+            tell_place(folder)
+        show = show and self.session.step > 0
         if self._manifest.world_size > 1 and self.session.source == Source.RECORDED:
             close_run_in_background(folder, show=show)
         else:

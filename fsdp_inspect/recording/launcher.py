@@ -14,7 +14,7 @@ Without a shared file system every node records below its own `--out`, into a fo
 that rank 0 chose. Copy the parts to one machine and merge them:
 
     rsync -a node0:/scratch/runs/ parts/0/ && rsync -a node1:/scratch/runs/ parts/1/
-    fsdp-inspect merge parts/*/<run> --out runs/<run>
+    fsdp-inspect store merge parts/*/<run> --out runs/<run>
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ _EPILOG = """\
 examples:
   torchrun --nproc-per-node 8 -m fsdp_inspect.record train.py --lr 3e-4
   torchrun --nproc-per-node 8 -m fsdp_inspect.record --out /scratch/runs --name 1b -m pkg.train
-  fsdp-inspect summary runs/<run>        show the result in the terminal
+  fsdp-inspect show runs/<run>        show the result in the terminal
   fsdp-inspect app runs                  show all runs in the browser
 
 On several nodes without a shared file system, each node records below its own
 --out, into a folder of the same name. Copy the parts to one machine, and merge
-them with `fsdp-inspect merge`.
+them with `fsdp-inspect store merge`.
 
 To record the loss, mark the steps or choose the model, use
 fsdp_inspect.Recorder in the script.
@@ -135,16 +135,16 @@ class Launch:
         except Exception as problem:  # an internal error must not change the script's exit
             say(f"finishing the recording failed: {problem!r}.")
             return
-        if folder is not None and folder.exists():
-            self._say_where(folder)
+        if folder is not None and folder.exists() and _is_rank_0():
+            self._tell_place(folder, error)
 
-    def _say_where(self, folder: Path) -> None:
-        if folder.is_relative_to(self._directory):
-            folder = folder.relative_to(self._directory)
-        say(
-            f"recorded in {folder}. To see the result: fsdp-inspect summary {folder}, "
-            f"or in the browser: fsdp-inspect app {folder.parent}"
-        )
+    def _tell_place(self, folder: Path, error: BaseException | None) -> None:
+        """Print the path of a run, unless the recorder has done it with the verdict."""
+        from fsdp_inspect.recording.verdict import tell_place
+
+        is_clean = error is None or (isinstance(error, SystemExit) and not error.code)
+        if not (is_clean and self._given.recorder.get("print_verdict", True)):
+            tell_place(folder)
 
     def _discover(self) -> None:
         """Wait for a model. The script has imported torch, so importing it here costs nothing."""
@@ -283,7 +283,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_profile_steps,
         metavar="STEPS",
         help="steps that run under torch's profiler, and are not timed: 20:23 for 20, 21 and 22; "
-        "`fsdp-inspect kernels` shows their kernels by unit (default: none)",
+        "`fsdp-inspect show RUN kernels` shows their kernels by unit (default: none)",
     )
     add_option(
         "--overhead",
@@ -350,7 +350,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="upload the recording below this URL while it grows, such as s3://bucket/runs; any "
         "URL that fsspec can write. The recording stays in --out too, and training continues if "
-        "the object store fails: `fsdp-inspect upload` then sends the rest (default: no upload)",
+        "the object store fails: `fsdp-inspect store upload` then sends the rest (default: none)",
     )
     parser.add_argument(
         "-m",

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import os
+import shlex
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -99,7 +100,7 @@ class Recorder:
             optimizer states and parameters (never timed; the update holds a copy of the shards). 0
             means no step.
         profile_steps: Steps that run under torch's profiler (never timed), as "20:23" for 20, 21
-            and 22, or as numbers. `fsdp-inspect kernels` shows their kernels by unit.
+            and 22, or as numbers. `fsdp-inspect show RUN kernels` shows their kernels by unit.
         device_memory: A limit of the memory of the device, as bytes or as `"2GiB"`; None: no limit.
             An allocation above it raises `torch.OutOfMemoryError`, as on a device of that size. On
             CUDA the allocator limits its reserved memory. On CPU every step runs under the storage
@@ -123,8 +124,8 @@ class Recorder:
             every step in detail.
         upload: A URL of a folder of runs in an object store, such as "s3://bucket/runs"; any URL
             that fsspec can write. A background thread of each rank uploads its new data every 30 s.
-            The training continues if the store fails, and `fsdp-inspect upload` sends the rest.
-            None: no upload.
+            The training continues if the store fails, and `fsdp-inspect store upload` sends the
+            rest. None: no upload.
         record_source: Store the lines of the script around its `fully_shard` calls, for which
             `advise` then writes a diff. Secrets in these lines are masked.
         print_verdict: At the end, rank 0 prints the limit of the step on stderr.
@@ -336,7 +337,8 @@ class Recorder:
             logging.getLogger("fsdp_inspect").debug("not finished", exc_info=failure)
             warn(
                 f"finishing the recording in {str(self._attachment.folder.path)!r} failed: "
-                f"{failure!r}. Flushed rows are kept. Run fsdp-inspect compact to complete the run."
+                f"{failure!r}. Flushed rows are kept. Complete the run with: fsdp-inspect "
+                f"store compact {shlex.quote(str(self._attachment.folder.path))}"
             )
 
 

@@ -1,6 +1,6 @@
 """Print the verdict of a run, or the reason of a hang, from a child process.
 
-Recording and analysis share only the run folder, so this module runs the `summary` and `diagnose`
+Recording and analysis share only the run folder, so this module runs the `show` and `diagnose`
 commands. A failure of a command cannot affect the training.
 
 [Note: The training's end waits for nothing]
@@ -12,6 +12,7 @@ keeps the black box (`black_box_keeper`).
 
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,19 @@ _AT_EXIT_S = 75.0
 """The time that a normal exit waits for the verdict: for the files of other ranks, and to read."""
 
 
+def tell_place(run_folder: Path) -> None:
+    """Print the path of a finished recording, and how to open it."""
+    if run_folder.is_relative_to(Path.cwd()):
+        run_folder = run_folder.relative_to(Path.cwd())
+    run, folder = (shlex.quote(str(path)) for path in (run_folder, run_folder.parent))
+    print(
+        f"fsdp_inspect: recorded in {run_folder}. To see the result: fsdp-inspect show {run}, or "
+        f"in the browser: fsdp-inspect app {folder}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 def close_run(run_folder: Path, *, show: bool, emulated: str | None = None) -> None:
     """Compact a finished run and print its verdict; the caller is its only rank.
 
@@ -36,7 +50,7 @@ def close_run(run_folder: Path, *, show: bool, emulated: str | None = None) -> N
         emulated: The emulated ranks and links; None for real ranks.
     """
     _compact(run_folder)
-    result = run_command("summary", str(run_folder), "--verdict") if show else None
+    result = run_command("show", str(run_folder), "verdict") if show else None
     if result is None:
         return
     text = result.stdout if result.returncode == 0 else result.stderr
@@ -67,13 +81,13 @@ def close_run_in_background(run_folder: Path, *, show: bool) -> None:
 def _start_verdict(run_folder: Path) -> "subprocess.Popen[bytes] | None":
     """Start the process that prints the verdict on this rank's stderr."""
     run = str(run_folder)
-    hint = f"To see the result: fsdp-inspect summary {run}"
+    hint = f"To see the result: fsdp-inspect show {shlex.quote(run)}"
     try:
         return subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", black_box_keeper.__file__),
                 *("with-job", str(os.getppid()), hint),
-                *(sys.executable, "-m", "fsdp_inspect", "summary", run, "--verdict", "--at-end"),
+                *(sys.executable, "-m", "fsdp_inspect", "show", run, "verdict", "--at-end"),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -1027,10 +1027,10 @@ _NEXT: dict[ProblemClass, tuple[str, ...]] = {
     ),
     ProblemClass.HOST_DEADLOCK: ("Look at the stacks of all threads in stacks.txt.",),
     ProblemClass.OUT_OF_MEMORY: (
-        "Show the memory by unit and category: `fsdp-inspect memory RUN`.",
+        "Show the memory by unit and category: `fsdp-inspect show RUN memory`.",
         "Find a plan that needs less: `fsdp-inspect advise RUN --memory-limit SIZE`.",
     ),
-    ProblemClass.NOT_FINITE: ("Show all units: `fsdp-inspect numerics RUN`.",),
+    ProblemClass.NOT_FINITE: ("Show all units: `fsdp-inspect show RUN numerics`.",),
     ProblemClass.PRECISION_LOSS: (
         "Store the parameters in float32, and compute in bfloat16: "
         "MixedPrecisionPolicy(param_dtype=torch.bfloat16), without model.to(torch.bfloat16).",

@@ -236,7 +236,7 @@ def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
                 "Cannot tell which plan fits, because no step ended before the failure: what the "
                 "rest of the step allocates is unknown. Record a few steps with a smaller batch or "
                 "a higher limit, and ask for plans: `fsdp-inspect advise RUN --memory-limit SIZE`. "
-                "`fsdp-inspect forecast` computes the peak without running the step."
+                "`fsdp-inspect plan memory` computes the peak without running the step."
             )
         case NoPlans.NOT_TRAINING:
             return (
@@ -303,7 +303,7 @@ def list_next_steps(searched: PlanSearch | None) -> Iterator[str]:
         yield (
             "Write the plans, the fastest one first: `fsdp-inspect diagnose RUN --write plan.toml`."
         )
-    yield "Show the memory of each unit and phase: `fsdp-inspect memory RUN`."
+    yield "Show the memory of each unit and phase: `fsdp-inspect show RUN memory`."
 
 
 def name_plan_file(first: str, at: int) -> str:

@@ -203,7 +203,7 @@ def render_import(imported: ImportedTraces) -> RenderableType:
         ),
         Text(_describe_units(imported.units)),
         *(Text(f"note: {note}", style="yellow") for note in imported.notes),
-        Text(f"Next: fsdp-inspect summary {shlex.quote(str(imported.path))}"),
+        Text(f"Next: fsdp-inspect show {shlex.quote(str(imported.path))}"),
     ]
     return Group(*lines)
 
@@ -217,7 +217,7 @@ def render_snapshot(imported: ImportedSnapshot) -> RenderableType:
         ),
         Text(_describe_units(imported.units)),
         *(Text(f"note: {note}", style="yellow") for note in imported.notes),
-        Text(f"Next: fsdp-inspect memory {shlex.quote(str(imported.path))}"),
+        Text(f"Next: fsdp-inspect show {shlex.quote(str(imported.path))} memory"),
     ]
     return Group(*lines)
 

@@ -100,6 +100,46 @@ def render_summary(summary: Summary, *, run: str = "RUN") -> RenderableType:
     )
 
 
+def render_first_lines(
+    summary: Summary, sections: Sequence[str], *, run: str = "RUN"
+) -> RenderableType:
+    """Render the lines of a run that matter first: verdict, parts, three waits, the peak.
+
+    Args:
+        summary: The summary.
+        sections: The names of the sections, which the last line lists.
+        run: The run in commands.
+    """
+    lines: list[RenderableType] = [
+        _headline(summary),
+        "",
+        render_verdict(summary.verdict, run=run),
+        *_notes(summary.notes),
+    ]
+    if summary.breakdown is not None:
+        lines += section(_breakdown_title(summary.breakdown), parts_table(summary.breakdown))
+    lines += ["", *_longest_waits(summary)]
+    if summary.memory.peak is not None:
+        lines.append(Text(_peak_title(summary.memory)))
+    first, *others = sections
+    command = name_run("fsdp-inspect show RUN", run)
+    lines.append(dim(f"More: `{command} {first}`, or {', '.join(others)} in its place."))
+    return Group(*lines)
+
+
+def _longest_waits(summary: Summary) -> Iterable[Text]:
+    """One line: the most exposed collectives."""
+    owners = [] if summary.exposed is None else summary.exposed.owners
+    exposed = [owner for owner in owners if owner.exposed_ns > 0][:MOST_NAMED]
+    if exposed:
+        waits = ", ".join(
+            f"{format_owner(owner.fqn, owner.is_fsdp, owner.dimension)} {format_kind(owner.kind)} "
+            f"{format_ns(owner.exposed_ns)}"
+            for owner in exposed
+        )
+        yield Text(f"Longest exposed waits per step: {waits}.")
+
+
 def render_verdict(verdict: Verdict, *, run: str = "RUN") -> RenderableType:
     """Render the limit of the step, the reason, and what to try next."""
     lines: list[RenderableType] = [Text(verdict.sentence, style="bold")]
@@ -160,7 +200,7 @@ def _other_dtypes(found: Numerics) -> Iterable[str]:
 def render_units(costs: UnitCosts) -> RenderableType:
     """Render the collectives of each unit, then its compute and copies."""
     if not costs.units:
-        return Text("The run has no units. `fsdp-inspect summary` shows its notes.")
+        return Text("The run has no units. `fsdp-inspect show RUN` shows its notes.")
     return Group(
         Text("Collectives of each unit", style="bold"),
         render_table(UnitCosts.COLLECTIVES, costs.collectives(), *_COLLECTIVE_COLUMNS),
@@ -290,7 +330,7 @@ def _numbers_table(summary: Summary) -> Table:
         table.add_row(
             find_metric("goodput_ratio").label,
             format_metric("goodput_ratio", summary.goodput_ratio),
-            f"of {wall} (fsdp-inspect lifetime)",
+            f"of {wall}",
         )
     return table
 

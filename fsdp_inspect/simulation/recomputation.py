@@ -36,7 +36,7 @@ _OUTPUT_STAYS = (
     "Of a checkpointed unit's activations, the output stays. Its size equals the gradient with "
     "which backward began."
 )
-_FORECAST = "`fsdp-inspect forecast` computes it without a run: --set checkpointing={}."
+_FORECAST = "`fsdp-inspect plan memory` computes it without a run: --set checkpointing={}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _refuse_selective(before: Checkpointing, after: Checkpointing) -> MissingDat
         f"Unsupported change of selective checkpointing: the plan has {len(after.selective)} "
         f"modules, the run {len(before.selective)}, and the run does not show their memory and "
         "repeated work. Expected full checkpointing of whole units, or none. Record a run of the "
-        "plan, or forecast its memory: fsdp-inspect forecast --set checkpointing=selective."
+        "plan, or forecast its memory: fsdp-inspect plan memory --set checkpointing=selective."
     )
 
 

@@ -245,7 +245,7 @@ def _expect_same_collectives(
                 f"{simulated[unit, kind]} {EventKind(kind).label.replace('_', '-')}s of "
                 f"unit {format_unit(names[unit])} per step, and the run issued {count:g}. Expected "
                 "equal counts: the model does not describe how this loop uses FSDP. "
-                "`fsdp-inspect exposed` shows the measured waits."
+                "`fsdp-inspect show RUN exposed` shows the measured waits."
             )
 
 

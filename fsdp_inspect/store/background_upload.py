@@ -3,7 +3,7 @@
 The training thread only starts this thread, and at the end waits for it a bounded time. The thread
 reads the files that the recorder has written, so a slow, failing or hanging object store cannot
 delay a step or fill the memory. After an error, it logs one message and tries again, at most every
-minute. What is not uploaded at the end stays on the disk; `fsdp-inspect upload` finishes it.
+minute. What is not uploaded at the end stays on the disk; `fsdp-inspect store upload` finishes it.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _LEFT_UPLOAD_S = 60
 _LEFT_UPLOAD = f"""
 import runpy, signal, sys
 signal.alarm({_LEFT_UPLOAD_S})
-sys.argv[:] = ["fsdp-inspect", "upload", sys.argv[1]]
+sys.argv[:] = ["fsdp-inspect", "store", "upload", sys.argv[1]]
 runpy.run_module("fsdp_inspect", run_name="__main__")
 """
 _FIRST_WAIT_S = 1.0
@@ -108,7 +108,7 @@ class BackgroundUpload:
             ).returncode = 0  # it outlives this process: no warning that it still runs
         self._log(
             "Rank %d: another process uploads the rest of the run to %s, for at most %d s. To "
-            "check and finish it: fsdp-inspect upload %s",
+            "check and finish it: fsdp-inspect store upload %s",
             self._rank,
             self.url,
             _LEFT_UPLOAD_S,
@@ -169,7 +169,7 @@ class BackgroundUpload:
         left = sum_left(self._uploads)
         self._log(
             "Rank %d has not uploaded %d %s (%s) to %s within %.0f s: %s They are in %s. To finish "
-            "the upload: fsdp-inspect upload %s",
+            "the upload: fsdp-inspect store upload %s",
             self._rank,
             left.num_files,
             "file" if left.num_files == 1 else "files",

@@ -89,8 +89,8 @@ def _refuse_link_out(link: "os.DirEntry[str]", folder: Path) -> None:
 #
 # A compressed file can state any number of rows: 755 kB of Parquet decoded to 3.8 GB. The decoded
 # size of a file is therefore known, or bounded, before it is decoded. It may exceed neither a part
-# of `--max-memory` nor a multiple of the file's size. The limit is an environment variable, so that
-# the processes that a command starts inherit it.
+# of FSDP_INSPECT_MAX_MEMORY nor a multiple of the file's size. The limit is an environment
+# variable, so that the processes that a command starts inherit it.
 
 VARIABLE = "FSDP_INSPECT_MAX_MEMORY"
 DEFAULT_MAX_MEMORY = 8 << 30
@@ -103,7 +103,7 @@ ALWAYS_ALLOWED = 64 << 20
 
 
 def max_memory_bytes() -> int:
-    """The limit: `--max-memory`, or else the environment variable, or else the default."""
+    """The limit: FSDP_INSPECT_MAX_MEMORY, or else the default."""
     text = os.environ.get(VARIABLE, "")
     return (parse_bytes(text) if text else None) or DEFAULT_MAX_MEMORY
 
@@ -112,14 +112,15 @@ def check_decoded_size(decoded: int, file_size: int, name: str) -> None:
     """Check the decoded size of a file before the file is decoded.
 
     Raises:
-        CorruptFileError: The file decodes to more than its size or `--max-memory` allows.
+        CorruptFileError: The file decodes to more than its size or the limit allows.
     """
     most = max_memory_bytes() // COPIES
     if decoded > most:
         raise CorruptFileError(
             f"{name} decodes to {format_bytes(decoded)}. Expected at most {format_bytes(most)}, a "
-            f"quarter of --max-memory ({format_bytes(most * COPIES)}). If the file is trusted, "
-            "raise --max-memory."
+            f"quarter of the memory limit of {format_bytes(most * COPIES)}. If the file is "
+            f"trusted, raise the limit with the environment variable {VARIABLE}, such as "
+            f"{VARIABLE}=16GiB."
         )
     if decoded > max(ALWAYS_ALLOWED, MAX_RATIO * file_size):
         raise CorruptFileError(

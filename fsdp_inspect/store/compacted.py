@@ -53,7 +53,7 @@ _NO_DIFFERENCE = np.iinfo(np.int64).min
 _REMEDY = (
     "Copy the file again from where it was recorded, or move it away to work with the other ranks."
 )
-_SUMMARY_REMEDY = "Run `fsdp-inspect compact` on the run to make it again from the events."
+_SUMMARY_REMEDY = "Run `fsdp-inspect store compact` on the run to make it again from the events."
 
 
 Group = tuple[NonNegativeInt, int, int, str]

@@ -352,8 +352,8 @@ def _check_size(path: Path, attempt: int, rank: int, max_bytes: int | None) -> N
     if max_bytes is not None and size > max_bytes:
         raise StoreError(
             f"Rank {rank} of attempt {attempt} has {format_bytes(size)} of streams. Expected at "
-            f"most {format_bytes(max_bytes)} at the end of training. Run `fsdp-inspect compact` "
-            "on the run."
+            f"most {format_bytes(max_bytes)} at the end of training. Run `fsdp-inspect store "
+            "compact` on the run."
         )
 
 

@@ -337,7 +337,7 @@ def _check_room(out: Path, sources: Mapping[Place, Path]) -> int:
         raise StoreError(
             f"The disk of {str(there)!r} has {format_bytes(free)} free. Expected at least "
             f"{format_bytes(size + _SPARE_BYTES)} for the merged run. Name a folder on another "
-            "disk with --out, or run `fsdp-inspect compact` on the parts first."
+            "disk with --out, or run `fsdp-inspect store compact` on the parts first."
         )
     return size
 

@@ -14,7 +14,7 @@ from typing import BinaryIO, TypeVar, cast
 
 from fsdp_inspect.errors import UnreadableFileError
 from fsdp_inspect.formatting import format_bytes
-from fsdp_inspect.store.boundary import max_memory_bytes
+from fsdp_inspect.store.boundary import VARIABLE, max_memory_bytes
 from fsdp_inspect.store.records import LEAST_RECORDS, has_tag, read_record_bundle
 from fsdp_inspect.store.remote_blocks import RemoteBlocks, open_user_cache
 from fsdp_inspect.store.remote_listing import RemoteEntry, RemoteListing
@@ -236,8 +236,8 @@ class RemoteFiles:
         if entry is not None and (entry.size or 0) > max_memory_bytes():
             raise UnreadableFileError(
                 f"{self._url(name)!r} has {format_bytes(entry.size or 0)}. Expected at most "
-                f"{format_bytes(max_memory_bytes())} (--max-memory). If the file is trusted, raise "
-                "--max-memory."
+                f"{format_bytes(max_memory_bytes())}. If the file is trusted, raise the limit with "
+                f"the environment variable {VARIABLE}, such as {VARIABLE}=16GiB."
             )
         key = self._key(name, entry)
         known = self._cache.find(key) if key and self._cache is not None else None

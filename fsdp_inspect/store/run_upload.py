@@ -93,7 +93,7 @@ def _choose_url(path: Path, url: str | None) -> str:
         if known is None:
             raise StoreError(
                 f"{str(path)!r} has no {UPLOAD_FILE}: its recorder uploaded nothing. Expected the "
-                "URL of a folder of runs. Name it: fsdp-inspect upload RUN s3://bucket/runs"
+                "URL of a folder of runs. Name it: fsdp-inspect store upload RUN s3://bucket/runs"
             )
         return known
     parent = url.rstrip("/")

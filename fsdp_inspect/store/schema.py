@@ -37,7 +37,7 @@ A table that was not recorded has no file. Names with `.tmp-` in them are unfini
 room that a rank reserves for its last `rank.json`, possibly of a killed process: ignore them. A
 folder may lack ranks, and may lack `run.json`, if other nodes wrote them to their own disks. The
 other data stays usable. Copying the folders of all nodes of one run into one folder gives the
-complete run (`fsdp-inspect merge` also checks them).
+complete run (`fsdp-inspect store merge` also checks them).
 
 **JSON files** are UTF-8 objects: the fields of `trace.run.RunManifest` (`run.json`),
 `trace.run.RankRecord` (`rank.json`), `trace.network_probe.NetworkProbe` (`network.json`),

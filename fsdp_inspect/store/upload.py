@@ -365,7 +365,7 @@ class _LocalError(Exception):
 
 
 def write_upload_url(run_folder: Path, url: str) -> None:
-    """Note the URL of a run in its folder; `fsdp-inspect upload` continues there.
+    """Note the URL of a run in its folder; `fsdp-inspect store upload` continues there.
 
     Raises:
         OSError: The file cannot be written.

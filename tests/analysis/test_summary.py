@@ -220,5 +220,5 @@ def test_data_parallel_alone_is_advised_nothing_about_gathers():
     verdict = measure_summary(builder.build()).verdict
     assert verdict.limit is Limit.COMMUNICATION
     assert verdict.next_steps == (
-        "Find the call that issues it: `fsdp-inspect exposed RUN` shows its kind and phase.",
+        "Find the call that issues it: `fsdp-inspect show RUN exposed` shows its kind and phase.",
     )

@@ -379,7 +379,7 @@ def test_findings_lead_to_the_page_that_shows_them(shown):
         pytest.param(
             "failed", "diagnosis", "Rank 1 failed with out of memory in step 5", id="failed"
         ),
-        pytest.param("partial", "units", "fsdp-inspect merge", id="partial"),
+        pytest.param("partial", "units", "fsdp-inspect store merge", id="partial"),
         pytest.param("newer", "overview", "newer version of FSDP Inspect", id="newer schema"),
         pytest.param("no-steps", "units", "No timed step yet", id="no steps"),
     ],

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 WHOLE = ("recorded", "imported", "many-ranks")
 OTHERS = {
     "crashed": "Rank 1 never reached the all-gather",
-    "partial": "fsdp-inspect merge",
+    "partial": "fsdp-inspect store merge",
     "newer": "newer version of FSDP Inspect",
 }
 

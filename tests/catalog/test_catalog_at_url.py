@@ -256,9 +256,9 @@ def test_url_without_runs_and_url_without_a_catalog_are_named(
     uploaded: str, empty: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_files, "_LAG_WAITS_S", (0.0,))
-    with pytest.raises(CatalogError, match=r"Nothing found at .*fsdp-inspect upload"):
+    with pytest.raises(CatalogError, match=r"Nothing found at .*fsdp-inspect store upload"):
         index_runs(empty)
-    with pytest.raises(CatalogError, match=rf"fsdp-inspect index {uploaded}"):
+    with pytest.raises(CatalogError, match=rf"fsdp-inspect store index {uploaded}"):
         open_catalog(uploaded)
 
 

@@ -131,7 +131,7 @@ def test_a_catalog_elsewhere_knows_the_folder_of_its_runs(tmp_path: Path) -> Non
 def test_a_missing_folder_and_a_missing_catalog_are_named(tmp_path: Path) -> None:
     with pytest.raises(CatalogError, match="not found"):
         index_runs(tmp_path / "nowhere")
-    with pytest.raises(CatalogError, match="fsdp-inspect index"):
+    with pytest.raises(CatalogError, match="fsdp-inspect store index"):
         open_catalog(tmp_path)
 
 

@@ -150,7 +150,7 @@ def test_the_order_of_a_query_is_kept(catalog: Catalog) -> None:
 
 def test_the_command_prints_a_table_json_and_csv(invoke: Invoke, runs_folder: Path) -> None:
     def ask(*words: str) -> str:
-        return invoke("query", *words, "--runs", runs_folder).out
+        return invoke("store", "query", *words, "--runs", runs_folder).out
 
     sql = "SELECT run, step_time_ns FROM runs WHERE run LIKE 'run-%' ORDER BY run LIMIT 2"
     assert ask(sql).split() == (
@@ -168,10 +168,10 @@ def test_the_command_prints_a_table_json_and_csv(invoke: Invoke, runs_folder: Pa
 def test_a_wrong_query_exits_with_2_and_says_what_to_do(
     invoke: Invoke, runs_folder: Path, tmp_path: Path
 ) -> None:
-    wrong = invoke("query", "SELECT nothing FROM runs", "--runs", runs_folder)
+    wrong = invoke("store", "query", "SELECT nothing FROM runs", "--runs", runs_folder)
     assert wrong.code == 2
     assert "Invalid query" in wrong.err
     assert "query --help" in wrong.err
-    missing = invoke("query", "SELECT 1", "--runs", tmp_path)
+    missing = invoke("store", "query", "SELECT 1", "--runs", tmp_path)
     assert missing.code == 2
     assert "Create it with" in missing.err

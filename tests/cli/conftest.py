@@ -20,7 +20,7 @@ def runs_folder(tmp_path_factory):
 
 @pytest.fixture
 def command():
-    """The command line as a separate process: `command("summary", folder)`."""
+    """The command line as a separate process: `command("show", folder, "summary")`."""
 
     def run(*arguments, cwd=None):
         done = subprocess.run(

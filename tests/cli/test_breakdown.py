@@ -7,7 +7,7 @@ def test_where_the_typical_step_goes_is_said_first(invoke, runs_folder):
 
 
 def test_the_parts_in_json_add_up(invoke, runs_folder):
-    digest = json.loads(invoke("summary", runs_folder / "four", "--rank", "3", "--json").out)
+    digest = json.loads(invoke("show", runs_folder / "four", "--rank", "3", "--json").out)
     shown = digest["shown"]
     assert shown["rank"] == 3
     assert sum(part["duration_ns"] for part in shown["parts"]) == shown["step_time_ns"]

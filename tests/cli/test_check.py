@@ -76,7 +76,7 @@ def test_one_verdict_in_every_form(invoke, forecasts, baseline, tmp_path):
     summary.write_text("# Job\n")
     ended = invoke(
         *("check", run, "--baseline", baseline, "--format", "github"),
-        *("--markdown", summary, "--junit", report),
+        *("--format", f"markdown={summary}", "--format", f"junit={report}"),
     )
 
     assert ended.code == 1
@@ -149,7 +149,7 @@ def test_what_cannot_be_written_exits_with_2_and_a_regression_stays_one(
 ):
     taken = tmp_path / "file"
     taken.write_text("")
-    reports = ("--junit", taken / "junit.xml")
+    reports = ("--format", f"junit={taken / 'junit.xml'}")
 
     holds = invoke("check", forecasts / "nothing", "--baseline", baseline, *reports)
     grown = invoke("check", forecasts / "not-resharded", "--baseline", baseline, *reports)

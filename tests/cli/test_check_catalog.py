@@ -84,4 +84,4 @@ def test_runs_that_were_removed_since_the_index_are_skipped(invoke, history, tmp
 def test_without_a_catalog_the_error_says_how_to_make_one(invoke, history, tmp_path):
     ended = invoke("check", history / "new", "--baseline-runs", tmp_path)
     assert ended.code == 2
-    assert "fsdp-inspect index" in ended.err
+    assert "fsdp-inspect store index" in ended.err

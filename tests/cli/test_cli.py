@@ -1,16 +1,18 @@
 """Properties of every subcommand: help, exit codes, errors without tracebacks."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from fsdp_inspect.cli import INTERRUPTED
+from fsdp_inspect.cli import INTERRUPTED, application
+from fsdp_inspect.cli.sections import SECTIONS
 from fsdp_inspect.version import __version__
 
-COMMANDS = ("demo", "runs", "summary", "units", "compact", "app")
+COMMANDS = ("demo", "runs", "show", "plan", "app")
 
 
 def test_the_version_is_printed(invoke):
@@ -36,9 +38,12 @@ def test_the_help_of_a_command_teaches_by_example(invoke, name):
     "arguments",
     [
         pytest.param(["nonsense"], id="no such command"),
-        pytest.param(["summary"], id="missing argument"),
-        pytest.param(["summary", "a", "--nonsense"], id="no such option"),
-        pytest.param(["units", "a", "--rank", "-1"], id="impossible value"),
+        pytest.param(["show"], id="missing argument"),
+        pytest.param(["show", "a", "--nonsense"], id="no such option"),
+        pytest.param(["show", "a", "nonsense"], id="no such section"),
+        pytest.param(["show", "a", "memory", "--unit", "b"], id="option of another section"),
+        pytest.param(["show", "a", "memory", "units", "--json"], id="two sections as JSON"),
+        pytest.param(["show", "a", "units", "--rank", "-1"], id="impossible value"),
     ],
 )
 def test_a_wrong_command_line_exits_two(invoke, arguments):
@@ -46,20 +51,20 @@ def test_a_wrong_command_line_exits_two(invoke, arguments):
 
 
 def test_an_error_is_one_message_without_a_traceback(command, runs_folder):
-    ended = command("summary", runs_folder / "nothing")
+    ended = command("show", runs_folder / "nothing")
     assert (ended.code, ended.out) == (1, "")
     assert ended.err.startswith("fsdp-inspect: No run found at ")
     assert "Traceback" not in ended.err
 
 
 def test_a_wrong_path_names_the_runs_nearby(invoke, runs_folder):
-    ended = invoke("summary", runs_folder / "nothing")
+    ended = invoke("show", runs_folder / "nothing")
     assert str(runs_folder / "four") in ended.err
     assert str(runs_folder / "steady") in ended.err
 
 
 def test_a_reader_that_goes_away_is_no_error(runs_folder):
-    shell = f"{sys.executable} -m fsdp_inspect units {runs_folder / 'four'} --json | head -n 1"
+    shell = f"{sys.executable} -m fsdp_inspect show {runs_folder / 'four'} units --json | head -n 1"
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("{\n", "")
 
@@ -67,7 +72,7 @@ def test_a_reader_that_goes_away_is_no_error(runs_folder):
 def test_ctrl_c_exits_as_shells_expect(runs_folder):
     run = runs_folder / "four"
     process = subprocess.Popen(
-        [sys.executable, "-m", "fsdp_inspect", "metrics", str(run), "--port", "0"],
+        [sys.executable, "-m", "fsdp_inspect", "store", "metrics", str(run), "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,7 +90,7 @@ def test_ctrl_c_exits_as_shells_expect(runs_folder):
 def test_summary_of_a_run_needs_neither_torch_nor_pandas_nor_streamlit(runs_folder):
     script = (
         "import sys; from fsdp_inspect.cli import main\n"
-        f"sys.argv = ['fsdp-inspect', 'summary', {str(runs_folder / 'steady')!r}]\n"
+        f"sys.argv = ['fsdp-inspect', 'show', {str(runs_folder / 'steady')!r}]\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'pandas', 'streamlit', 'plotly'} & sys.modules.keys()\n"
@@ -100,13 +105,13 @@ def test_summary_of_a_run_needs_neither_torch_nor_pandas_nor_streamlit(runs_fold
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["summary"],
-        ["summary", "--verdict"],
-        ["breakdown"],
-        ["exposed"],
-        ["units"],
-        ["memory"],
-        ["ranks"],
+        ["show"],
+        ["show", "verdict"],
+        ["show", "breakdown"],
+        ["show", "exposed"],
+        ["show", "units"],
+        ["show", "memory"],
+        ["show", "ranks"],
         ["advise"],
     ],
     ids=lambda arguments: " ".join(arguments),
@@ -115,3 +120,48 @@ def test_json_about_one_run_begins_alike(invoke, runs_folder, arguments):
     name, *options = arguments
     ended = invoke(name, runs_folder / "steady", *options, "--json")
     assert list(json.loads(ended.out))[:3] == ["run_id", "source", "notes"]
+
+
+def test_help_has_eighteen_commands_in_four_panels_and_no_type_beside_a_flag(invoke):
+    ended = invoke("--help")
+    panels = re.findall(r"╭─ (\w+) ─+╮\n(.*?)╰", ended.out, re.DOTALL)
+    names = {name: re.findall(r"^│ (\S+) ", text, re.MULTILINE) for name, text in panels[1:]}
+    assert names == {
+        "Record": ["demo", "record", "import", "equivalence"],
+        "Look": ["runs", "show", "diagnose", "compare", "export"],
+        "Change": ["advise", "simulate", "tune", "verify", "plan"],
+        "Keep": ["check", "app", "mcp", "store"],
+    }
+    own = [each for listed in names.values() for each in listed if each != "record"]
+    helps = [ended.out, *(invoke(each, "--help").out for each in own)]
+    assert not any("<bool>" in text for text in helps)
+
+
+@pytest.mark.parametrize("former", application._FORMER)
+def test_a_former_name_works_and_prints_the_new_one(invoke, runs_folder, former):
+    replacement = application._FORMER[former][1]
+    shown = invoke(former, "--help")
+    assert shown.code == 0
+    if former in SECTIONS or former == "summary":
+        old = invoke(former, runs_folder / "four", "--json")
+        section = [former] if former in SECTIONS and former != "summary" else []
+        new = invoke("show", runs_folder / "four", *section, "--json")
+        assert (old.code, old.out) == (new.code, new.out)
+        assert f"`{former}` is now `fsdp-inspect {replacement}`" in old.err
+        assert len(old.err.splitlines()) == 1 + len(new.err.splitlines())
+    words = replacement.replace("RUN", "run").split()
+    assert invoke(*words, "--help").code == 0
+
+
+def test_sections_follow_each_other(invoke, runs_folder):
+    run = runs_folder / "steady"
+    both = invoke("show", run, "units", "memory", "--rank", "1")
+    alone = [invoke("show", run, name, "--rank", "1").out for name in ("units", "memory")]
+    assert both.out == "\n".join(alone)
+
+
+def test_show_without_a_section_is_short_and_names_the_sections(invoke, runs_folder):
+    shown = invoke("show", runs_folder / "steady").out
+    assert "Communication is exposed for 25% of the step." in shown
+    assert len(shown.splitlines()) < 35
+    assert all(name in shown[shown.index("More: ") :] for name in SECTIONS if name != "verdict")

@@ -71,7 +71,7 @@ def test_the_demo_prints_both_summaries_and_how_they_differ(demonstrated):
     printed = demonstrated[1]
     assert len(re.findall(r"Typical step of rank [01] \(mean over", printed)) == 2
     assert "reshard_after_forward: true -> false" in printed
-    assert "Show a run again: fsdp-inspect summary recorded/" in printed
+    assert "Show a run again: fsdp-inspect show recorded/" in printed
 
 
 def test_without_the_trainer_the_remedy_is_named(monkeypatch, invoke, tmp_path):

@@ -1,4 +1,4 @@
-"""`fsdp-inspect forecast`: its answers and its refusals."""
+"""`fsdp-inspect plan memory`: its answers and its refusals."""
 
 import json
 import shutil
@@ -88,7 +88,7 @@ def test_a_table_by_world_size_and_what_fits(invoke, tmp_path):
 
 
 def test_the_fit_includes_an_estimated_allowance_that_is_shown_by_part(builder, invoke):
-    ended = invoke("forecast", builder, "--fit", "1GiB")
+    ended = invoke("plan", "memory", builder, "--fit", "1GiB")
 
     words = " ".join(ended.out.split())
     assert "Required with the allowance: 1.6" in words
@@ -98,7 +98,7 @@ def test_the_fit_includes_an_estimated_allowance_that_is_shown_by_part(builder, 
 
 def test_json_from_a_new_process_holds_what_the_table_shows(command):
     settings = ("--allocator", "max_split_size_mb:64")
-    ended = command("forecast", *SMALL, "--world-size", "4", "--json", *settings)
+    ended = command("plan", "memory", *SMALL, "--world-size", "4", "--json", *settings)
 
     printed = json.loads(ended.out)
     row = printed["rows"][0]
@@ -139,7 +139,7 @@ def test_a_builder_of_ones_own_is_found_from_the_current_folder(builder, invoke)
     ids=["ranks", "fit", "set", "device", "both", "allowances"],
 )
 def test_wrong_use_is_refused_before_anything_runs(invoke, arguments, code, message):
-    ended = invoke("forecast", *arguments)
+    ended = invoke("plan", "memory", *arguments)
 
     assert ended.code == code
     assert message in " ".join(ended.err.replace("│", " ").split())
@@ -156,7 +156,7 @@ def test_wrong_use_is_refused_before_anything_runs(invoke, arguments, code, mess
     ids=["module", "function", "keyword", "value"],
 )
 def test_what_cannot_be_forecast_says_why(builder, invoke, arguments, message):
-    ended = invoke("forecast", *arguments)
+    ended = invoke("plan", "memory", *arguments)
 
     assert ended.code == 1
     assert message in " ".join(ended.err.split())
@@ -180,7 +180,7 @@ def test_force_replaces_nothing_that_is_no_forecast(builder, invoke, runs_folder
     out = tmp_path / "kept"
     shutil.copytree(runs_folder / "steady", out / "build-8-ranks")
 
-    ended = invoke("forecast", builder, "--out", out, "--force")
+    ended = invoke("plan", "memory", builder, "--out", out, "--force")
 
     assert ended.code == 1
     assert "is not a forecast" in ended.err
@@ -188,7 +188,7 @@ def test_force_replaces_nothing_that_is_no_forecast(builder, invoke, runs_folder
 
 
 def test_the_highest_of_each_phase_is_told(invoke):
-    ended = invoke("forecast", *SMALL, "--world-size", "4")
+    ended = invoke("plan", "memory", *SMALL, "--world-size", "4")
 
     rows = [line.split() for line in ended.out.splitlines() if line.startswith("highest in")]
     assert [row[2] for row in rows][:2] == ["forward", "backward"]
@@ -198,7 +198,7 @@ def test_what_a_builder_does_not_take_is_said_and_the_rest_is_answered(builder, 
     fixed = BUILDER.replace(", batch_size=1):", "):").replace("batch_size, width", "1, width")
     (tmp_path / "fixed.py").write_text(fixed)
 
-    ended = invoke("forecast", "fixed:build", "--fit", "10KiB", *WITHOUT_ALLOWANCE)
+    ended = invoke("plan", "memory", "fixed:build", "--fit", "10KiB", *WITHOUT_ALLOWANCE)
 
     words = " ".join(ended.out.split())
     assert ended.code == 0, ended.err

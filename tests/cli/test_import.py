@@ -29,7 +29,7 @@ def test_import_says_what_came_of_it_and_what_to_do_next(trace, tmp_path):
     assert "1 rank of 2 imported (nccl), 1 step" in result.output
     assert "2 units: (root), layers.0" in result.output
     assert "note: Units come from FSDP's own ranges" in result.output
-    assert "Next: fsdp-inspect summary" in result.output
+    assert "Next: fsdp-inspect show" in result.output
 
 
 def test_import_as_json_names_the_run(trace, tmp_path):

@@ -11,7 +11,7 @@ SAMPLES = sorted(path.parent for path in (Path(__file__).parents[2] / "samples")
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
 def test_memory_of_a_sample_is_told(invoke, sample):
-    ended = invoke("memory", sample)
+    ended = invoke("show", sample, "memory")
     assert ended.code == 0
     assert "Peak allocated: " in ended.out
 

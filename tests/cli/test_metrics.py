@@ -1,4 +1,4 @@
-"""`fsdp-inspect metrics`: printed, as a file, and for a live run."""
+"""`fsdp-inspect store metrics`: printed, as a file, and for a live run."""
 
 import http.client
 import re
@@ -24,7 +24,7 @@ PATIENCE_S = 300
 
 
 def test_the_numbers_of_a_run_are_printed_once(invoke, runs_folder):
-    ended = invoke("metrics", runs_folder / "four", "--once", "--ranks", "1,3")
+    ended = invoke("store", "metrics", runs_folder / "four", "--once", "--ranks", "1,3")
 
     found = parse(ended.out)
     assert ended.code == 0
@@ -36,7 +36,7 @@ def test_the_numbers_of_a_run_are_printed_once(invoke, runs_folder):
 def test_an_export_is_the_same_text(invoke, runs_folder, tmp_path):
     out = tmp_path / "four.prom"
     ended = invoke("export", runs_folder / "four", "--format", "openmetrics", "--out", out)
-    printed = invoke("metrics", runs_folder / "four", "--once").out
+    printed = invoke("store", "metrics", runs_folder / "four", "--once").out
 
     assert ended.code == 0
     assert "samples of" in ended.out
@@ -55,7 +55,7 @@ def test_an_export_is_the_same_text(invoke, runs_folder, tmp_path):
     ids=["no such rank", "no rank", "no port"],
 )
 def test_wrong_use_is_explained(invoke, runs_folder, arguments, code, message):
-    ended = invoke("metrics", runs_folder / "four", "--once", *arguments)
+    ended = invoke("store", "metrics", runs_folder / "four", "--once", *arguments)
 
     assert ended.code == code
     assert message in " ".join(ended.err.split())
@@ -84,7 +84,7 @@ def recorded(tmp_path):
 @pytest.fixture
 def address(recorded):
     """The address of a server of that run."""
-    command = [sys.executable, "-m", "fsdp_inspect", "metrics", recorded[0], "--port", "0"]
+    command = [sys.executable, "-m", "fsdp_inspect", "store", "metrics", recorded[0], "--port", "0"]
     command += ["--no-token"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -153,7 +153,7 @@ def test_a_taken_port_is_told(runs_folder, command):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ended = command("metrics", runs_folder / "four", "--port", port)
+        ended = command("store", "metrics", runs_folder / "four", "--port", port)
 
     assert ended.code == 1
     assert "Cannot listen on 127.0.0.1" in ended.err
@@ -177,12 +177,12 @@ def test_an_address_that_others_reach_says_what_that_exposes(invoke, runs_folder
 
     monkeypatch.setattr("fsdp_inspect.cli.metrics._BoundedServer", Silent)
     monkeypatch.setattr("fsdp_inspect.server_access.may_have_other_users", lambda: False)
-    ended = invoke("metrics", runs_folder / "four", "--host", "0.0.0.0", "--port", "1234")
+    ended = invoke("store", "metrics", runs_folder / "four", "--host", "0.0.0.0", "--port", "1234")
 
     assert "everyone who has the token and reaches port 1234" in ended.err
     assert "Nothing is encrypted" in ended.err
     assert "http://127.0.0.1:1234/metrics?token=" in ended.out
-    assert invoke("metrics", runs_folder / "four", "--port", "1234").err == ""
+    assert invoke("store", "metrics", runs_folder / "four", "--port", "1234").err == ""
 
 
 def test_requests_that_are_never_finished_are_closed(monkeypatch):

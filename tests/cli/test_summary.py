@@ -11,7 +11,7 @@ def test_a_summary_shows_the_verdict_and_where_the_step_goes(invoke, runs_folder
 
 
 def test_json_is_the_whole_digest_and_nothing_else(invoke, runs_folder):
-    digest = json.loads(invoke("summary", runs_folder / "four", "--json").out)
+    digest = json.loads(invoke("show", runs_folder / "four", "--json").out)
     assert (digest["run_id"], digest["world_size"], len(digest["ranks"])) == ("four", 4, 4)
     assert digest["step_time_ns"]["median"] == 1000
     assert digest["peak_reserved_bytes"] is None
@@ -35,6 +35,6 @@ def test_a_folder_with_one_run_inside_stands_for_that_run(invoke, tmp_path):
 
 
 def test_a_folder_with_several_runs_asks_which(invoke, runs_folder):
-    ended = invoke("summary", runs_folder)
+    ended = invoke("show", runs_folder, "summary")
     assert ended.code == 1
     assert str(runs_folder / "four") in ended.err

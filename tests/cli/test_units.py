@@ -50,10 +50,10 @@ def test_a_terminal_obeys_no_name(invoke, hostile_run, runs_folder, subcommand):
 
 
 def test_the_name_of_a_unit_shows_what_it_holds(invoke, hostile_run):
-    assert HOSTILE_SHOWN in invoke("units", hostile_run).out
+    assert HOSTILE_SHOWN in invoke("show", hostile_run, "units").out
 
 
 def test_an_error_that_names_a_hostile_run_commands_no_terminal(invoke, hostile_run):
-    ended = invoke("units", hostile_run, "--rank", "9")
+    ended = invoke("show", hostile_run, "units", "--rank", "9")
     assert ended.code == 1
     assert "\x1b" not in ended.err

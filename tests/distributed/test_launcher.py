@@ -92,7 +92,7 @@ def test_the_end_says_what_limits_the_step_and_where_the_run_lies(launched: Laun
     where = f"fsdp_inspect: recorded in runs/{launched.path.name}. "
 
     assert launched.process.stderr.count(where) == 1
-    assert f"fsdp-inspect summary runs/{launched.path.name}" in launched.process.stderr
+    assert f"fsdp-inspect show runs/{launched.path.name}" in launched.process.stderr
     assert "Next:" in launched.process.stderr
 
 

@@ -57,7 +57,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     run_python(["-m", "instrumented_trainer", *_arguments(setting, name)], work)
     [run] = work.glob(f"*{name}*")
     shutil.move(run, folder)
-    summary = json.loads(run_python(["-m", "fsdp_inspect", "summary", str(folder), "--json"]))
+    summary = json.loads(run_python(["-m", "fsdp_inspect", "show", str(folder), "--json"]))
     expected = {key: summary[key] for key in _EXPECTED}
     (folder / "expected.json").write_text(json.dumps(expected, indent=2) + "\n")
     yield _row(setting, name, folder)

@@ -123,7 +123,7 @@ def test_compacted_files_are_those_of_one_process_although_a_worker_is_killed_wh
     cluster.hold_writing("rank-00001/events")
     for name, options in (("first", ()), ("second", ("--dask", cluster.address))):
         compacting = subprocess.Popen(
-            [sys.executable, "-m", "fsdp_inspect", "compact", "run", *options],
+            [sys.executable, "-m", "fsdp_inspect", "store", "compact", "run", *options],
             cwd=tmp_path / name,
             env={**os.environ, "COLUMNS": "120"},
             stdout=subprocess.PIPE,

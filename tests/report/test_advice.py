@@ -37,7 +37,7 @@ STRAGGLER = Finding(
     units=(),
     sentence="Rank 1 is a straggler and costs 40.0 ms a step.",
     evidence="Rank 1 arrives last in 90% of the collectives.",
-    do=("Find the straggler: fsdp-inspect ranks RUN.",),
+    do=("Find the straggler: fsdp-inspect show RUN ranks.",),
     limits=True,
     effect=Effect(sentence="Saves at most 40.0 ms a step, the whole cost."),
 )
@@ -141,7 +141,7 @@ def test_a_finding_that_limits_the_step_comes_before_the_plan(advice: Advice) ->
         "Rank 1 is a straggler and costs 40.0 ms a step.",
         "",
         "Recommended fix [R32]",
-        "  Find the straggler: fsdp-inspect ranks RUN.",
+        "  Find the straggler: fsdp-inspect show RUN ranks.",
         "  Gain    Saves at most 40.0 ms a step, the whole cost.",
     ]
     assert "  Code    None: no line of code fixes this" in lines

@@ -52,7 +52,7 @@ def test_a_sample_opens_complete_and_without_notes(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_summary_of_a_sample_has_its_expected_numbers(name: str, run_python: Torchrun) -> None:
-    done = run_python("-m", "fsdp_inspect", "summary", SAMPLES / name, "--json")
+    done = run_python("-m", "fsdp_inspect", "show", SAMPLES / name, "--json")
     summary = json.loads(done.stdout)
     assert {key: summary[key] for key in expected(name)} == expected(name)
 

@@ -77,7 +77,7 @@ def test_without_checkpointing_nothing_is_repeated_and_memory_is_not_told():
     )
     assert faster == NUM_BLOCKS * 9 * MS
     assert scenario.workload.memory is None
-    assert "fsdp-inspect forecast" in (scenario.memory_refusal or "")
+    assert "fsdp-inspect plan memory" in (scenario.memory_refusal or "")
 
 
 def test_where_the_run_does_not_tell_what_was_repeated_it_is_the_forward():

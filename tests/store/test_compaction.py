@@ -130,7 +130,7 @@ def test_large_rank_is_skipped_when_a_limit_is_given(tmp_path: Path) -> None:
     write_run(tmp_path, compact=False)
     result = compact_run(tmp_path, max_bytes=100)
     assert len(result.skipped) == 2
-    assert "fsdp-inspect compact" in result.skipped[0].reason
+    assert "fsdp-inspect store compact" in result.skipped[0].reason
 
 
 def test_folder_without_a_run_is_an_error(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_stream_that_decodes_to_more_than_allowed_is_refused_unread(monkeypatc
 def test_max_memory_limits_what_is_read(tmp_path, monkeypatch):
     run = write_run(steady_run(num_steps=50), tmp_path / "run")
     monkeypatch.setenv(VARIABLE, "20 kB")
-    with pytest.raises(CorruptFileError, match="--max-memory"):
+    with pytest.raises(CorruptFileError, match="FSDP_INSPECT_MAX_MEMORY"):
         open_run(run).events(0)
     monkeypatch.setenv(VARIABLE, "1 GiB")
     assert len(open_run(run).events(0)) > 0

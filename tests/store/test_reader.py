@@ -361,7 +361,7 @@ def test_damaged_run_summary_is_noted_and_made_again_from_the_events(tmp_path: P
     run = open_run(tmp_path)
     assert run.summary(kinds=[EventKind.STEP]).rank.tolist() == [0, 0, 0, 1, 1, 1]
     assert any(f"{tmp_path}/summary.parquet" in note for note in run.notes)
-    assert any("Run `fsdp-inspect compact`" in note for note in run.notes)
+    assert any("Run `fsdp-inspect store compact`" in note for note in run.notes)
     compact_run(tmp_path)
     assert list(open_run(tmp_path).notes) == []
 

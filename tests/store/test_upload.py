@@ -127,7 +127,7 @@ def test_store_that_hangs_leaves_the_rest_to_the_command(
         assert not upload.finish(0.1)
     [warning] = [record.getMessage() for record in caplog.records]
     assert "has not uploaded" in warning
-    assert f"fsdp-inspect upload {folder}" in warning
+    assert f"fsdp-inspect store upload {folder}" in warning
     assert not names_there()
     FaultyStore.set_mode("works")
     assert upload._is_complete.wait(300)  # if the process goes on, so does the upload
@@ -219,7 +219,7 @@ def test_url_with_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_run_without_a_url_needs_one(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"no upload\.json.*fsdp-inspect upload RUN s3://"):
+    with pytest.raises(StoreError, match=r"no upload\.json.*fsdp-inspect store upload RUN s3://"):
         upload_run(write_run(tmp_path / "run"))
 
 

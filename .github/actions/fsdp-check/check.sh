@@ -29,14 +29,14 @@ trap 'rm -rf "$scratch"' EXIT
 # -P: Python imports no file of the working directory, which a pull request may have written. Only a
 # forecast imports the model from there.
 fsdp_inspect=("$FSDP_CHECK_PYTHON" -P -m fsdp_inspect)
-arguments=(check --format=github "--markdown=$GITHUB_STEP_SUMMARY" "--junit=$FSDP_CHECK_JUNIT")
+arguments=(check --format=github "--format=markdown=$GITHUB_STEP_SUMMARY" "--format=junit=$FSDP_CHECK_JUNIT")
 if [ -n "$FSDP_CHECK_BASELINE" ]; then arguments+=("--baseline=$FSDP_CHECK_BASELINE"); fi
 if [ -n "$FSDP_CHECK_BUDGET" ]; then arguments+=("--budget=$FSDP_CHECK_BUDGET"); fi
 
 if [ -n "$FSDP_CHECK_FORECAST" ]; then
     split "$FSDP_CHECK_FORECAST" > "$scratch/words" || refuse "The input forecast has an unclosed quote. Close it."
     mapfile -d '' -t words < "$scratch/words"
-    "$FSDP_CHECK_PYTHON" -m fsdp_inspect forecast "${words[@]}" --out "$scratch/forecasts" ||
+    "$FSDP_CHECK_PYTHON" -m fsdp_inspect plan memory "${words[@]}" --out "$scratch/forecasts" ||
         refuse "The forecast failed. The log of this step shows the reason."
     made=("$scratch"/forecasts/*)
     [ "${#made[@]}" -eq 1 ] || refuse "The input forecast makes ${#made[@]} forecasts. Expected one, because a baseline has one world size. Set one --world-size."

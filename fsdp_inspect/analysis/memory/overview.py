@@ -1,6 +1,6 @@
 """Collect all memory analyses of a run in one object.
 
-`fsdp-inspect memory` and the dashboard's Memory page show it; the fields are the keys of
+`fsdp-inspect show RUN memory` and the dashboard's Memory page show it; the fields are the keys of
 `memory --json`.
 """
 

@@ -583,8 +583,8 @@ def _describe_straggler(run: RunSource, evidence: StragglerEvidence, priced: _Pr
 #
 # A straggler works longer than the other ranks: its step time - its exposed communication is larger
 # than the median over ranks. So do the ranks of a slow group. The summary shows that without
-# events. Only then the search reads the events of the ranks that `fsdp-inspect ranks` reads, so
-# that both give the same result.
+# events. Only then the search reads the events of the ranks that `fsdp-inspect show RUN ranks`
+# reads, so that both give the same result.
 
 
 def may_have_late_ranks(ranks: Sequence[RankOverlap]) -> bool:

@@ -39,7 +39,9 @@ NOT_TRAINING = (
     "Profile a training step for advice."
 )
 """The only next step about a trace of inference."""
-FIND_CALL = "Find the call that issues it: `fsdp-inspect exposed RUN` shows its kind and phase."
+FIND_CALL = (
+    "Find the call that issues it: `fsdp-inspect show RUN exposed` shows its kind and phase."
+)
 
 Words = tuple[str, str, str, tuple[str, ...]]
 """The headline, the main reason in one short sentence, the complete reason, the changes to try
@@ -138,7 +140,7 @@ def _phrase_growth(facts: StepFacts) -> Words:
         (
             "Look for tensors that outlive their step: a loss accumulated with its graph (use "
             ".item() or .detach()), outputs kept in a list, an unbounded cache.",
-            "Run `fsdp-inspect memory RUN` to see the growth.",
+            "Run `fsdp-inspect show RUN memory` to see the growth.",
         ),
     )
 
@@ -268,8 +270,8 @@ def _phrase_straggler(facts: StepFacts) -> Words:
         " ".join(why),
         (
             f"Find out how rank {straggler.rank}{host} differs from the other ranks: clocks, heat, "
-            "another job, a slower link, more work in its batches. `fsdp-inspect ranks RUN` shows "
-            "the numbers.",
+            "another job, a slower link, more work in its batches. `fsdp-inspect show RUN ranks` "
+            "shows the numbers.",
             "Leave communication as it is until then: these waits are not transfers.",
         ),
     )
@@ -343,7 +345,7 @@ def describe_slow_group(group: SlowGroup) -> list[str]:
 
 
 def _advise_slow_group(group: SlowGroup) -> str:
-    shows = "`fsdp-inspect ranks RUN` shows the numbers."
+    shows = "`fsdp-inspect show RUN ranks` shows the numbers."
     name = describe_group(group.names[0])
     if name.startswith("stage "):
         return f"Move layers from {name} to other stages, or check its machine. {shows}"
@@ -515,7 +517,7 @@ def _advise_communication(facts: StepFacts) -> list[str]:
         steps.append(
             f"Balance the ranks first: {format_ns(facts.late_ranks_ns)} of the exposed time are "
             "waits for ranks that arrive late, and no single rank costs "
-            f"{format_ratio(STRAGGLER_RATIO)} of the step. `fsdp-inspect ranks RUN` shows the "
+            f"{format_ratio(STRAGGLER_RATIO)} of the step. `fsdp-inspect show RUN ranks` shows the "
             "ranks."
         )
     if facts.has_plan:
@@ -525,7 +527,9 @@ def _advise_communication(facts: StepFacts) -> list[str]:
         return steps
     changes = sorted(_changes_by_gain(facts), key=lambda change: -change[0])
     steps += [text for gain_ns, text in changes if facts.ratio(gain_ns) >= WORTH_NAMING_RATIO]
-    return steps or ["Start with the most exposed collective: `fsdp-inspect exposed RUN` shows it."]
+    return steps or [
+        "Start with the most exposed collective: `fsdp-inspect show RUN exposed` shows it."
+    ]
 
 
 def _changes_by_gain(facts: StepFacts) -> Iterator[tuple[int, str]]:
@@ -655,7 +659,7 @@ def _phrase_between(facts: StepFacts) -> Words:
         (
             "Save or evaluate less often, or save in the background "
             "(torch.distributed.checkpoint.async_save).",
-            "Run `fsdp-inspect lifetime RUN` to see each part.",
+            "Run `fsdp-inspect show RUN lifetime` to see each part.",
         ),
     )
 

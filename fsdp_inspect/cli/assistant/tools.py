@@ -233,14 +233,21 @@ def _of_run(
         plain = result.to_dict() if isinstance(result, Result) else to_plain(result)
         origin = _origin(given.run, run, is_predicted=is_predicted)
         if given.model_fields_set <= {"run", "part"}:
-            origin["command"] = shlex.join(["fsdp-inspect", _COMMANDS.get(name, name), _path(run)])
+            words = _COMMANDS.get(name, f"show RUN {name}").split()
+            given_run = [_path(run) if word == "RUN" else word for word in words]
+            origin["command"] = shlex.join(["fsdp-inspect", *given_run])
         return {**_shown(plain, given.part), "origin": origin}
 
     return Tool(name, description, arguments, answer)
 
 
-_COMMANDS = {"step_times": "summary", "drift": "diagnose", "logged_values": "metrics"}
-"""The command that shows the numbers of a tool, if its name is not the tool's."""
+_COMMANDS = {
+    **dict.fromkeys(("summary", "step_times"), "show RUN"),
+    **dict.fromkeys(("diagnose", "drift"), "diagnose RUN"),
+    **{name: f"{name} RUN" for name in ("advise", "simulate")},
+    "logged_values": "store metrics RUN",
+}
+"""The command that shows the numbers of a tool; the others are sections of `show`."""
 
 
 def _shown(plain: Any, part: str) -> dict[str, Any]:

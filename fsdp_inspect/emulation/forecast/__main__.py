@@ -1,4 +1,4 @@
-"""Run forecasts for `fsdp-inspect forecast`, which never imports torch itself.
+"""Run forecasts for `fsdp-inspect plan memory`, which never imports torch itself.
 
 Each line of standard input is a job: a JSON object with the arguments of `forecast_memory`. The
 builder's name is resolved from the current folder. Each line of standard output is the answer to

@@ -1,7 +1,7 @@
 """Forecast the memory of rank 0 of N without a GPU, and write it as a predicted run.
 
-The run folder has `source` predicted and contains only memory. `fsdp-inspect memory`, `check`,
-`compare` and the dashboard read it like a recorded run.
+The run folder has `source` predicted and contains only memory. `fsdp-inspect show RUN memory`,
+`check`, `compare` and the dashboard read it like a recorded run.
 
 The forecast counts every storage of the step, byte by byte, on fake tensors. The run's notes list
 what it does not count: the caching allocator's rounding and fragmentation, the CUDA context, the

@@ -1,8 +1,8 @@
 """Feed trackers with the numbers of each step of a recording.
 
-A child process (`fsdp-inspect metrics RUN --follow`) reads the rows that the recorder writes, and
-prints one JSON line per step. Analysis therefore takes no time of the training's process. A thread
-hands the lines to the deliveries.
+A child process (`fsdp-inspect store metrics RUN --follow`) reads the rows that the recorder writes,
+and prints one JSON line per step. Analysis therefore takes no time of the training's process. A
+thread hands the lines to the deliveries.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class TrackerFeed:
         self._report = report
         self._deliveries = [Delivery(name, TRACKERS[name](), run, report) for name in names]
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "fsdp_inspect", "metrics", str(run.folder), "--follow"],
+            [
+                *(sys.executable, "-m", "fsdp_inspect"),
+                *("store", "metrics", str(run.folder), "--follow"),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

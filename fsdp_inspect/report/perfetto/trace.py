@@ -421,7 +421,7 @@ def _describe_run(run: RunSource, axes: Mapping[int, Axis], time_axis: str) -> J
         "written_by": f"fsdp-inspect {__version__}",
         "time_axis": time_axis,
         "causes": "exposed waits are split by cause from the events of each rank alone, so the "
-        "cause straggler is missing; `fsdp-inspect exposed` shows it",
+        "cause straggler is missing; `fsdp-inspect show RUN exposed` shows it",
         "aligned_ranks": [rank for rank, axis in axes.items() if axis.refusal is None],
         "clock_uncertainty_ns": {str(rank): axis.uncertainty_ns for rank, axis in axes.items()},
         "notes": list(run.notes),

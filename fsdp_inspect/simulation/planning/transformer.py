@@ -7,7 +7,7 @@ The formulas count the tensors that autograd saves in the trainer's `Decoder` on
 attention saves its inputs, its output and a float32 log-sum-exp; RMSNorm saves its input and a
 float32 number; a matrix product saves its input. In float32 with fewer key heads than query heads,
 torch 2.13 has no fused kernel: it repeats keys and values, and saves all scores.
-`tests/simulation/planning` compares the formulas with `fsdp-inspect forecast`, which counts the
+`tests/simulation/planning` compares the formulas with `fsdp-inspect plan memory`, which counts the
 real tensors. The same count for GPT-style blocks: Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.
 """

@@ -133,7 +133,7 @@ def _summary_figure(shape: Shape, costs: Sequence[Cost], place: str = "the disk"
     )
     peak, read = (max(getattr(cost, name) for cost in costs) for name in _BYTES)
     return Figure(
-        name=f"fsdp-inspect summary from {place}, {_name(shape)}",
+        name=f"fsdp-inspect show from {place}, {_name(shape)}",
         value=f"{format_ns(wall_ns)} ({format_ns(cpu_ns)}), {format_bytes(peak)}, "
         f"{format_bytes(read)} read",
         aim="< 5 s, < 1 GB" if shape == LARGEST and place == "the disk" else "",

@@ -95,7 +95,7 @@ def _cost_figure(ranks: int, shape: str, costs: Sequence[Cost]) -> Figure:
     cpu_ns = statistics.median(cost.cpu_ns for cost in costs)
     peak_bytes = max(cost.peak_bytes for cost in costs)
     return Figure(
-        name=f"fsdp-inspect summary, {ranks:,} ranks x {shape}",
+        name=f"fsdp-inspect show, {ranks:,} ranks x {shape}",
         value=f"{format_ns(wall_ns)} ({format_ns(cpu_ns)}), {format_bytes(peak_bytes)}",
         aim="< 3 s, < 1 GB" if ranks == AIMED_RANKS else "",
         how=(

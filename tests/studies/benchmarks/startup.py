@@ -35,7 +35,9 @@ def measure_startup(run: Path, *, repeats: int) -> list[Figure]:
         imports.append(_import_ns("fsdp_inspect", is_pure=True))
         peer.append(_import_ns(_PEER))
         floor.append(_wall_ns([sys.executable, "-c", "import json"]))
-        summary.append(_wall_ns([sys.executable, "-m", "fsdp_inspect", "summary", str(run)]))
+        summary.append(
+            _wall_ns([sys.executable, "-m", "fsdp_inspect", "show", str(run), "summary"])
+        )
     fresh = f"Measured: median (p90 in brackets) of {repeats} fresh interpreters, warm file cache"
     return [
         _figure(
@@ -47,7 +49,7 @@ def measure_startup(run: Path, *, repeats: int) -> list[Figure]:
         _figure(f"import {_PEER}, for comparison", peer, how=f"{fresh}; likewise."),
         _figure("python -c 'import json'", floor, how=f"{fresh}; wall time of the whole process."),
         _figure(
-            "fsdp-inspect summary",
+            "fsdp-inspect show",
             summary,
             aim="< 1 s",
             how=(

@@ -13,7 +13,7 @@ from fsdp_inspect.advice.prediction_creation import predict_advised
 from fsdp_inspect.advice.rules import title_of
 from fsdp_inspect.errors import PredictionError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
-from fsdp_inspect.quantities import parse_bytes, parse_time_ns
+from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.report.advice import (
     describe_alternative,
     describe_plan_peak,
@@ -68,7 +68,7 @@ from fsdp_inspect_app.wording import plain
 
 _PREDICTION_FILE = "plan.prediction.json"
 _MOST_UNITS = 4
-_LIMIT_KEY, _TIME_LIMIT_KEY, _DTYPES_KEY = "limit", "longest", "dtypes"
+_LIMIT_KEY, _DTYPES_KEY = "limit", "dtypes"
 T = TypeVar("T")
 _FRONT_KEY = "front"
 _FLOOR = (
@@ -110,7 +110,7 @@ class Question:
 
 def _ask(entry: RunEntry) -> Question | None:
     """Read the request from the widgets; None if a value is invalid."""
-    columns = st.columns([3, 3, 3, 3, 3], vertical_alignment="bottom")
+    columns = st.columns(4, vertical_alignment="bottom")
     with columns[0]:
         limit = _ask_amount(
             _LIMIT_KEY,
@@ -118,37 +118,27 @@ def _ask(entry: RunEntry) -> Question | None:
             "such as 80GiB",
             "Highest predicted peak of allocated memory. Default: the memory of the device.",
         )
-    with columns[1]:
-        time_limit = _ask_amount(
-            _TIME_LIMIT_KEY,
-            "Longest step",
-            "such as 300ms",
-            "Longest step of the plan with the lowest peak. Default: the recorded step.",
-        )
     network = {}
-    for column, knob in zip(columns[2:4], KNOBS_OF_LINK, strict=True):
+    for column, knob in zip(columns[1:3], KNOBS_OF_LINK, strict=True):
         with column:
             chosen = show_knob(knob)
             if chosen is not None:
                 network[knob.name] = chosen
-    with columns[4]:
+    with columns[3]:
         allow_dtypes = _ask_dtypes()
     limit_bytes = _read(limit, partial(parse_bytes, needs_unit=True), "amount of memory", "80GiB")
-    time_ns = _read(time_limit, parse_time_ns, "time", "300ms")
-    if (limit and not limit_bytes) or (time_limit and not time_ns):
+    if limit and not limit_bytes:
         return None
     bandwidth, latency = network_of(network)
     request = replace(
         default_request(entry),
         memory_limit=limit_bytes,
-        time_limit_ns=None if time_ns is None else round(time_ns),
         allow_dtypes=allow_dtypes,
         bus_bytes_per_s=bandwidth,
         latency_ns=latency,
     )
     words = ["fsdp-inspect", "advise", str(entry.path)]
     words += ["--memory-limit", limit] if limit else []
-    words += ["--time-limit", time_limit] if time_limit else []
     words += ["--allow-dtypes"] if allow_dtypes else []
     words += [word for name, text in network.items() for word in (f"--{name}", text)]
     return Question(request, shlex.join([*words, "--write", PLAN_FILE]), network)

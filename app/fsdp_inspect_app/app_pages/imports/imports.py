@@ -35,7 +35,7 @@ def show_page() -> None:
         show_nothing(
             "A URL has nothing to import.",
             "This page imports files of a folder on this machine. Start the dashboard with such a "
-            "folder, or use fsdp-inspect import and then fsdp-inspect upload.",
+            "folder, or use fsdp-inspect import and then fsdp-inspect store upload.",
         )
         return
     sources = _list(str(loading.runs_folder())).value
