@@ -21,7 +21,9 @@ from fsdp_inspect import __version__
 from fsdp_inspect.cli.application import build_application
 from fsdp_inspect.cli.sections import SECTIONS
 from fsdp_inspect.metrics import METRICS
+from tests.builders import write_run
 from tests.conftest import Invoke, Torchrun
+from tests.simulation.test_buckets import BLOCKS, assign, run_of
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
@@ -209,6 +211,7 @@ def test_commands_of_the_guides_run_as_pasted(
     shutil.copytree(ROOT / "samples", tmp_path / "samples")
     for name, sample in EXAMPLES.items():
         shutil.copytree(ROOT / "samples" / sample, tmp_path / "runs" / name)
+    write_run(run_of(assign(BLOCKS, 12.0)), tmp_path / "runs" / "ddp")
     monkeypatch.chdir(tmp_path)
     lines = [shlex.join(words) for words in command_lines("fsdp-inspect ")]
     own = [line for line in dict.fromkeys(lines) if not ELSEWHERE.search(line)]
