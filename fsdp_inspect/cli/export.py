@@ -17,6 +17,7 @@ from fsdp_inspect.cli.arguments import (
 from fsdp_inspect.error_text import shorten
 
 if TYPE_CHECKING:
+    from fsdp_inspect.report.grafana import GrafanaExport
     from fsdp_inspect.report.openmetrics import MetricsExport
     from fsdp_inspect.report.perfetto import PerfettoExport
     from fsdp_inspect.report.selection import Selection
@@ -35,6 +36,7 @@ class ExportFormat(StrEnum):
     CSV = "csv"
     PARQUET = "parquet"
     OPENMETRICS = "openmetrics"
+    GRAFANA = "grafana"
     HTML = "html"
 
 
@@ -43,6 +45,7 @@ _ENDINGS = {
     ExportFormat.CSV: "-csv",
     ExportFormat.PARQUET: "-parquet",
     ExportFormat.OPENMETRICS: ".prom",
+    ExportFormat.GRAFANA: ".grafana.json",
     ExportFormat.HTML: ".html",
 }
 """The ends of the names of exports without `--out`."""
@@ -53,8 +56,8 @@ def export(  # noqa: PLR0913 (every option is a parameter)
         list[str],
         typer.Argument(
             metavar="RUN... FORMAT",
-            help="A run, then perfetto, csv, parquet, openmetrics or html. Several runs and html "
-            "compare them with the first; a folder of repeats is one side.",
+            help="A run, then perfetto, csv, parquet, openmetrics, grafana or html. Several runs "
+            "and html compare them with the first; a folder of repeats is one side.",
             show_default=False,
         ),
     ],
@@ -101,6 +104,9 @@ def export(  # noqa: PLR0913 (every option is a parameter)
 
     **openmetrics** writes the numbers that `fsdp-inspect store metrics` serves to a text file.
 
+    **grafana** writes a dashboard that Grafana imports. It shows the metrics of the run from
+    Prometheus, which scrapes `fsdp-inspect store metrics`.
+
     **html** writes one self-contained page, which loads nothing and runs no script: the verdict,
     the breakdown, exposed communication, memory, ranks, the plan and the environment. For several
     runs, it shows what differs and which differences are noise.
@@ -136,12 +142,12 @@ def export(  # noqa: PLR0913 (every option is a parameter)
         ranks=parse_numbers(ranks, option="--ranks"),
         steps=parse_numbers(steps, option="--steps"),
     )
-    result: PerfettoExport | TablesExport | MetricsExport
+    result: PerfettoExport | TablesExport | MetricsExport | GrafanaExport
     with _progress(f"Writing {out}") as progress:
         if export_format is ExportFormat.PERFETTO:
             result = _export_trace(opened, selection, out, max_mb, progress, replaces=force)
-        elif export_format is ExportFormat.OPENMETRICS:
-            result = _export_metrics(opened, selection, out, replaces=force)
+        elif export_format in (ExportFormat.OPENMETRICS, ExportFormat.GRAFANA):
+            result = _export_metrics(opened, selection, out, export_format, replaces=force)
         else:
             result = _export_tables(opened, selection, out, export_format, progress, replaces=force)
     if as_json:
@@ -200,20 +206,27 @@ def _export_trace(
 
 
 def _export_metrics(
-    run: "StoredRun", selection: "Selection", out: Path, *, replaces: bool
-) -> "MetricsExport":
+    run: "StoredRun",
+    selection: "Selection",
+    out: Path,
+    export_format: ExportFormat,
+    *,
+    replaces: bool,
+) -> "MetricsExport | GrafanaExport":
     from fsdp_inspect.analysis.live.monitor import monitor_run
     from fsdp_inspect.diagnosis.diagnose import diagnose
+    from fsdp_inspect.report.grafana import write_grafana
     from fsdp_inspect.report.openmetrics import write_openmetrics
     from fsdp_inspect.report.output import whole_file
 
     if selection.steps is not None:
         raise typer.BadParameter(
-            "openmetrics covers all timed steps. Omit --steps.",
+            f"{export_format.value} covers all timed steps. Omit --steps.",
             param_hint="--steps",
         )
+    write = write_grafana if export_format is ExportFormat.GRAFANA else write_openmetrics
     with whole_file(out, replaces=replaces) as place:
-        return write_openmetrics(monitor_run(run, selection.ranks), diagnose(run), out, place=place)
+        return write(monitor_run(run, selection.ranks), diagnose(run), out, place=place)
 
 
 def _export_tables(

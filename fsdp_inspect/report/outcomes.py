@@ -19,6 +19,7 @@ from fsdp_inspect.formatting import format_bytes, format_numbers, listed, plural
 from fsdp_inspect.importing.flight_recorder import ImportedDumps
 from fsdp_inspect.importing.kineto import ImportedTraces
 from fsdp_inspect.importing.snapshot import ImportedSnapshot
+from fsdp_inspect.report.grafana import GrafanaExport
 from fsdp_inspect.report.json import render_run_json
 from fsdp_inspect.report.layout import new_table, render_table, section
 from fsdp_inspect.report.openmetrics import MetricsExport
@@ -126,8 +127,15 @@ def _upload_lines(result: UploadResult) -> Iterator[Text]:
 # --- Render the result of an export.
 
 
-def render_export(result: PerfettoExport | TablesExport | MetricsExport) -> RenderableType:
+def render_export(
+    result: PerfettoExport | TablesExport | MetricsExport | GrafanaExport,
+) -> RenderableType:
     """Render the files of an export and how to open them."""
+    if isinstance(result, GrafanaExport):
+        return Text(
+            f"Wrote {result.path}: {plural(result.num_panels, 'panel')}. In Grafana: Dashboards, "
+            "New, Import; then choose the Prometheus that scrapes `fsdp-inspect store metrics`."
+        )
     if isinstance(result, MetricsExport):
         samples = f"{result.num_samples} samples of {result.num_families} metrics"
         return Text(f"Wrote {result.path}: {samples}, as OpenMetrics text.")
