@@ -48,7 +48,8 @@ class Model(nn.Module):
         x = self.embed(x) * self.scale
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        output = self.head(x)
+        return (output, 2 * x) if "outputs" in SETTINGS else output
 
 
 def shard(model: Model) -> None:
@@ -90,6 +91,7 @@ def wrap(model: Model) -> nn.Module:
             process_group=group,
             gradient_as_bucket_view="views" in SETTINGS,
             static_graph="static" in SETTINGS,
+            find_unused_parameters="outputs" in SETTINGS,
         )
     dtypes = [torch.bfloat16, torch.float32] if "bf16" in SETTINGS else [None, None]
     options = {
@@ -113,7 +115,9 @@ def train_wrapped(model: nn.Module) -> None:
             is_last = microbatch == microbatches - 1 and FAULT != "no-sync"
             with contextlib.nullcontext() if is_last else model.no_sync():
                 x = torch.randn(BATCH, WIDTH)
-                loss = (model(x) - x.roll(1, 0)).float().square().mean() / microbatches
+                output = model(x)
+                output = output[0] if "outputs" in SETTINGS else output
+                loss = (output - x.roll(1, 0)).float().square().mean() / microbatches
                 if FAULT == "twice":
                     loss = loss / dist.get_world_size()
                 loss.backward()

@@ -40,7 +40,7 @@ HEALTHY = (
 WRAPPED = (
     *(
         "none ddp static",
-        "none ddp views accumulate dropout",
+        "none ddp views accumulate dropout outputs",
         "none fsdp1",
         "none fsdp1 orig accumulate",
     ),

@@ -188,8 +188,9 @@ class _Dumper:
         return watch
 
     def _watch_entry(self, output: Any, fqn: str, call: int) -> None:
-        def note(gradient: torch.Tensor) -> None:
-            self._entered.append((fqn, call, fingerprint(gradient)))
+        def note(gradient: torch.Tensor | None) -> None:
+            if gradient is not None:  # DDP passes None for an output that the loss does not use
+                self._entered.append((fqn, call, fingerprint(gradient)))
 
         output.register_hook(note)
 
