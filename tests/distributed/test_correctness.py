@@ -7,6 +7,7 @@ import pytest
 from fsdp_inspect import open_run
 from fsdp_inspect.diagnosis.diagnose import ProblemClass, Status
 from fsdp_inspect.report.diagnosis import describe_diagnosis
+from tests.cases import chosen_cases, mark_slow
 from tests.conftest import Torchrun
 from tests.distributed.correctness_script import LOOPS
 
@@ -57,18 +58,32 @@ MISTAKES = {
 CERTAIN = ("stale-optimizer", "stale-optimizer-of-fsdp1", "replicas-of-other-seeds")
 CERTAIN += ("never-cleared", "never-cleared-of-ddp", "shards-reduced-again", "sync-left-off")
 
+LEGAL = [name for name in LOOPS if name not in MISTAKES and "not-finite-" not in name + "-"]
+ONE_OF_EACH = list({sentence: name for name, sentence in reversed(MISTAKES.items())}.values())
+QUICK = [*ONE_OF_EACH, "never-cleared", "stale-optimizer-of-fsdp1"]
+READ = {
+    *("plain", "norm-of-the-model-logged", "one-batch", "two-losses", "looked-at-often"),
+    *("broken-check", "not-finite", "not-finite-at-the-end", "stale-optimizer"),
+    "stale-optimizer-of-fsdp1",
+}
+"""The loops that other tests read."""
+
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> tuple[Path, str]:
-    """A folder with a run of each loop, and what the ranks printed on stderr."""
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun
+) -> tuple[Path, str]:
+    """A folder with a run of each loop that is read, and what the ranks printed on stderr."""
     folder = tmp_path_factory.mktemp("correctness")
-    ended = run_ranks(SCRIPT, folder)
+    is_chosen = chosen_cases(request, "name")
+    names = [name for name in LOOPS if name in READ or is_chosen(name)]
+    ended = run_ranks(SCRIPT, folder, *names)
     return folder, ended.stderr
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", mark_slow(MISTAKES, but=QUICK))
 def test_a_mistake_is_named_before_the_speed(runs: tuple[Path, str], name: str) -> None:
     run = open_run(runs[0] / name)
 
@@ -84,9 +99,7 @@ def test_a_mistake_is_named_before_the_speed(runs: tuple[Path, str], name: str) 
     assert ("correctness_script.py:" in describe_diagnosis(found).sentence) is bool(fault.place)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in LOOPS if name not in MISTAKES and "not-finite-" not in name + "-"]
-)
+@pytest.mark.parametrize("name", mark_slow(LEGAL, but={*LEGAL[::3], *READ} & {*LEGAL}))
 def test_a_legal_loop_that_looks_alike_is_no_mistake(runs: tuple[Path, str], name: str) -> None:
     run = open_run(runs[0] / name)
 
@@ -136,7 +149,7 @@ def test_an_error_of_a_check_ends_the_checks_only(runs: tuple[Path, str]) -> Non
 
 
 def test_what_was_not_observed_is_not_checked(runs: tuple[Path, str]) -> None:
-    unknown = {name: open_run(runs[0] / name).correctness().not_checked for name in LOOPS}
+    unknown = {name: open_run(runs[0] / name).correctness().not_checked for name in READ}
 
     assert list(unknown["plain"]) == ["logged"]
     assert unknown["norm-of-the-model-logged"] == {}
