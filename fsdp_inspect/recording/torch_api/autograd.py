@@ -118,8 +118,17 @@ def uses_compile() -> bool:
     Functional collectives in a compiled frame are not seen, and a rank whose frame is not compiled
     issues them visibly. The order check leaves them out, so that such ranks do not seem to differ.
     """
+    return _count_frames("total") > 0
+
+
+def num_compiled_frames() -> int:
+    """The number of frames that torch.compile has compiled without an error in this process."""
+    return _count_frames("ok")
+
+
+def _count_frames(which: str) -> int:
     utils: Any = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and utils.counters["frames"]["total"] > 0
+    return 0 if utils is None else int(utils.counters["frames"][which])
 
 
 def forget_compiled_code() -> None:

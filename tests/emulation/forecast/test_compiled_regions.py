@@ -138,6 +138,8 @@ def test_compiled_blocks_save_what_the_compiler_saves(fullgraph: bool, tmp_path:
 def test_regions_that_fail_to_compile_run_as_eager_code_and_a_note_has_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    needs_torch("2.11", "cannot compile on the fake tensors of a forecast")
+
     def fail(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
         raise ZeroDivisionError("planted")
 
@@ -148,3 +150,15 @@ def test_regions_that_fail_to_compile_run_as_eager_code_and_a_note_has_the_reaso
     assert failed.peak == eager.peak
     [note] = (one for one in open_run(tmp_path / "failed").notes if "torch.compile failed" in one)
     assert "planted" in note
+
+
+def test_a_compiler_that_compiles_nothing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does torch 2.9 under the fake tensors of a forecast."""
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: None)
+    monkeypatch.setattr("fsdp_inspect.emulation.forecast.forecast.is_compiled", lambda model: True)
+    forecast(tmp_path / "run", build)
+    [note] = (one for one in open_run(tmp_path / "run").notes if "torch.compile" in one)
+    assert "it compiled no region" in note
