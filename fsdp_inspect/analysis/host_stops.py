@@ -48,6 +48,8 @@ class HostStopCost:
     """Steps with at least one of them."""
     out_of: int
     """All counted steps."""
+    idle_ns: int | None
+    """Time per step after the calls in which the device has no work; None: unknown."""
     is_alone: bool
     """Whether the other ranks spend much less time there."""
     is_cost: bool
@@ -74,6 +76,8 @@ class HostStops(TableResult):
             value_column("count", MetricUnit.NUMBER, "calls per step", label="per step"),
             value_column("duration_ns", MetricUnit.NS, "time inside the calls per step",
                          label="time"),
+            value_column("idle_ns", MetricUnit.NS,
+                         "time after the calls in which the device has no work", label="idle"),
             number_column("num_steps", "steps with at least one of these calls", label="steps"),
         ),
     )  # fmt: skip
@@ -97,7 +101,8 @@ class HostStops(TableResult):
     @property
     def reads(self) -> tuple[HostStopCost, ...]:
         """The reads of values, the longest first."""
-        return tuple(stop for stop in self.stops if stop.what not in _OF_PYTHON)
+        reads = (stop for stop in self.stops if stop.what not in _OF_PYTHON)
+        return tuple(sorted(reads, key=lambda stop: -(stop.idle_ns or 0)))
 
 
 def measure_host_stops(run: RunSource) -> HostStops | None:
@@ -135,6 +140,7 @@ class _Sum:
     duration_ns: int = 0
     num_steps: int = 0
     longest_ns: int = -1
+    idle_ns: int | None = None
     place: str = ""
     reason: str = ""
 
@@ -142,6 +148,8 @@ class _Sum:
         self.count += stop.count
         self.duration_ns += stop.duration_ns
         self.num_steps = max(self.num_steps, stop.num_steps)
+        if stop.idle_ns is not None:
+            self.idle_ns = (self.idle_ns or 0) + stop.idle_ns
         self.reason = self.reason or stop.reason
         if stop.duration_ns > self.longest_ns:
             self.longest_ns, self.place = stop.duration_ns, stop.place
@@ -177,6 +185,7 @@ def _cost(
         duration_ns=per_step[rank],
         num_steps=min(own.num_steps, out_of),
         out_of=out_of,
+        idle_ns=None if own.idle_ns is None else own.idle_ns // out_of,
         is_alone=bool(others) and (median(others) or 0) < ALONE_RATIO * per_step[rank],
         is_cost=what in _OF_PYTHON or not on_device,
         reason=own.reason,

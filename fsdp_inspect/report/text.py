@@ -203,7 +203,7 @@ def _long_stops(summary: Summary) -> Iterable[RenderableType]:
     least_ns = LEAST_STOP_RATIO * summary.breakdown.step_time_ns
     long = [stop for stop in summary.stops.stops if stop.duration_ns >= least_ns]
     if long:
-        table = render_table(HostStops.TABLE, long[:MOST_EXPOSED])
+        table = render_table(HostStops.TABLE.with_values(long), long[:MOST_EXPOSED])
         yield from section(HostStops.TABLE.title, table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -34,6 +35,8 @@ class HostStop(Record):
     """The steps with at least one of them."""
     duration_ns: Amount
     """Time inside the calls."""
+    idle_ns: Amount | None = None
+    """Time after the calls in which the device has no work; None: unknown."""
     reason: Text = ""
     """Of a compilation: the guard that failed."""
 
@@ -65,3 +68,11 @@ class HostActivity(Record):
     """Threads of torch's operators; 0: unknown."""
     num_cores: Amount = 0
     """Cores on which the process may run; 0: unknown."""
+
+    def with_units(self, numbers: Sequence[int]) -> HostActivity:
+        """The same with other numbers of the units; `numbers` has one for each old number."""
+        stops = [
+            stop.model_copy(update={"unit": numbers[stop.unit] if stop.unit >= 0 else NO_UNIT})
+            for stop in self.stops
+        ]
+        return self.model_copy(update={"stops": stops})

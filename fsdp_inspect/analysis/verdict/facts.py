@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from fsdp_inspect.analysis.batch_work import UnevenWork
 from fsdp_inspect.analysis.host_stops import HostStopCost
+from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.trust import CORES_RATIO, Trust
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.trace.host_work import COLLECTION
@@ -215,6 +216,8 @@ class StepFacts:
     """The lines that read values of tensors. On a device their time is no cost of its own."""
     uneven: UnevenWork | None = None
     """The batches of the straggler against those of the other ranks; None: not larger."""
+    kernels: Kernels | None = None
+    """The kernels of profiled steps; None: no step was profiled."""
     threads: tuple[int, int] | None = None
     """Threads and cores of the rank that lacks cores; None: unknown."""
     contradiction: str | None = None

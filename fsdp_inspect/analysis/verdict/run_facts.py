@@ -14,6 +14,7 @@ from fsdp_inspect.analysis.breakdown import Breakdown, StepBreakdown
 from fsdp_inspect.analysis.correctness import TrainingFault
 from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner
 from fsdp_inspect.analysis.host_stops import HostStops
+from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.memory.peak import Memory, RankMemory
@@ -95,6 +96,8 @@ class Answers:
     trust: Trust = field(default_factory=Trust)
     stops: HostStops | None = None
     """What stops the hosts, by line; None: not recorded."""
+    kernels: Kernels | None = None
+    """The kernels of profiled steps; None: no step was profiled."""
     uneven: UnevenWork | None = None
     """The batches of the straggler."""
     threads: Mapping[int, tuple[int, int]] = field(default_factory=dict)
@@ -244,6 +247,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         reads=answers.stops.reads if answers.stops else (),
         uneven=answers.uneven,
         threads=_threads(answers),
+        kernels=answers.kernels,
         first_gather=_first_gather(answers),
         **_named_parts(answers),
         trust=answers.trust,

@@ -6,6 +6,7 @@ A headline has at most 12 words. The details are in the reason.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fsdp_inspect.analysis.host_stops import HostStopCost
+from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.verdict.facts import (
     STRAGGLER_RATIO,
     Limit,
@@ -32,6 +33,10 @@ from fsdp_inspect.trace.host_work import BOOLEAN_MASK, COLLECTION, COMPILATION, 
 
 FRAGMENTED_RATIO = 0.10
 """R21 applies if more than this fraction of reserved memory is unused at the peak."""
+FUSABLE_RATIO = 0.05
+"""Fused kernels are advised if they save this fraction of the step."""
+GOOD_PEAK_RATIO = 0.50
+"""Published trainings seldom reach more of the peak (docs/planning_accuracy.md)."""
 WORTH_NAMING_RATIO = 0.02
 """Changes that affect a smaller fraction of the step are not advised."""
 
@@ -191,7 +196,9 @@ def _phrase_host(facts: StepFacts) -> Words:
 def _name_reads(reads: Sequence[HostStopCost]) -> str:
     """The lines that read values, which make the host wait for the device."""
     named = [
-        f"{stop.what} at {stop.place} ({stop.count:.3g} a step)" for stop in reads if stop.place
+        f"{stop.what} at {shorten_place(stop.place)} ({_calls(stop)} a step{_idle(stop)})"
+        for stop in reads
+        if stop.place
     ]
     if not named:
         return "Remove synchronisations from the step (.item(), printing a loss, .cpu())."
@@ -658,14 +665,68 @@ def _phrase_compute(facts: StepFacts) -> Words:
             f"Communication is exposed for {format_ns(facts.exposed_ns)}, of which "
             f"{format_ns(facts.floor_ns)} is the floor, which no setting hides."
         )
+    sentence = f"The step is compute-bound: compute takes {_ratio(facts, facts.compute_ns)} of it."
+    kernels = facts.kernels
+    if kernels is None:
+        return (
+            sentence,
+            exposed,
+            f"{why} {exposed} Which part of it can be removed is unknown, because no step was "
+            "profiled.",
+            (
+                "Make compute faster: torch.compile, bfloat16, less recomputation. Record with "
+                "--profile-steps 20:23 to see its kernels: `fsdp-inspect kernels RUN`.",
+                _say_plan_gain(facts),
+            ),
+        )
+    reached = _say_peak(kernels)
+    most = kernels.most_fusable
+    share = kernels.fusable_ns / max(kernels.step_ns, 1)
+    if most is None or share < FUSABLE_RATIO:
+        return (
+            sentence,
+            f"{reached} {exposed}",
+            f"{why} {exposed} {reached} Fused kernels would save less than "
+            f"{format_ratio(FUSABLE_RATIO)} of the step.",
+            (_advise_kernels(kernels), _say_plan_gain(facts)),
+        )
+    place = "outside all units" if most.fqn is None else f"in {format_unit(most.fqn)}"
     return (
-        f"The step is compute-bound: compute takes {_ratio(facts, facts.compute_ns)} of it.",
-        exposed,
-        f"{why} {exposed}",
+        f"Compute-bound: unfused elementwise kernels cost {format_ratio(share)} of the step.",
+        f"Fused kernels save up to {format_ns(kernels.fusable_ns)} a step.",
+        f"{why} Elementwise kernels run one after the other on the same data. One kernel for each "
+        f"such run saves up to {format_ns(kernels.fusable_ns)} of {format_ns(kernels.step_ns)}, "
+        f"most of it {place} in {most.phase}. {reached} {exposed}",
         (
-            "Make compute faster: torch.compile, bfloat16, less recomputation.",
+            "Compile the blocks (torch.compile), or use fused kernels for norms, activations and "
+            "the loss.",
             _say_plan_gain(facts),
         ),
+    )
+
+
+def _say_peak(kernels: Kernels) -> str:
+    """The share of the peak that the profiled steps reach, or why it is unknown."""
+    if kernels.peak_ratio is not None:
+        return (
+            f"The profiled steps reach {format_ratio(kernels.peak_ratio)} of the peak "
+            f"({kernels.peak_source})."
+        )
+    reason = "the trace has no shapes" if kernels.flops is None else "its rate is not known"
+    return f"The share of the device's peak is unknown, because {reason}."
+
+
+def _advise_kernels(kernels: Kernels) -> str:
+    """Name the kind of compute that takes most time, or state that nothing is worth a change."""
+    if kernels.peak_ratio is not None and kernels.peak_ratio >= GOOD_PEAK_RATIO:
+        return "Nothing here is worth changing: compute is close to what trainings reach."
+    computing = [cost for cost in kernels.kinds if cost.compute_ratio is not None]
+    if not computing:
+        return "Make compute faster: torch.compile, bfloat16, less recomputation."
+    first = computing[0]
+    return (
+        f"The largest part is {first.kind}: {format_ratio(first.compute_ratio)} of compute. Make "
+        "it faster: bfloat16, larger matrices, less recomputation."
     )
 
 
@@ -710,6 +771,16 @@ _COLLECTIONS = (
 )
 
 
+def _idle(stop: HostStopCost) -> str:
+    """`, 3.10 ms idle`; empty if the idle time after the calls is unknown."""
+    return "" if stop.idle_ns is None else f", {format_ns(stop.idle_ns)} idle"
+
+
+def _calls(stop: HostStopCost) -> str:
+    """The calls of a step: `2,000`, or `0.4` if most steps have none."""
+    return f"{round(stop.count):,}" if stop.count >= 10 else f"{stop.count:.2g}"
+
+
 def _phrase_host_stop(facts: StepFacts) -> Words:
     stop = facts.stop
     assert stop is not None
@@ -734,8 +805,8 @@ def _phrase_host_stop(facts: StepFacts) -> Words:
     what = stop.what if "(" in stop.what else capitalize(stop.what)
     return (
         f"{what}{at} takes {share} of the step{rank}.",
-        f"{stop.count:,.4g} calls a step{inside} take {format_ns(stop.duration_ns)}.",
-        f"{stop.count:,.4g} calls a step of {stop.what}{at}{inside} take {time}. On a device each "
+        f"{_calls(stop)} calls a step{inside} take {format_ns(stop.duration_ns)}.",
+        f"{_calls(stop)} calls a step of {stop.what}{at}{inside} take {time}. On a device each "
         "of them also waits for all work before it.",
         (
             _REMEDIES.get(
