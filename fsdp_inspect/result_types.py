@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.clocks.clock_fit import LinearClock as LinearClock
     from fsdp_inspect.analysis.correctness import Correctness as Correctness
     from fsdp_inspect.analysis.exposed import Exposed as Exposed, ExposedOwner as ExposedOwner
+    from fsdp_inspect.analysis.host_stops import (
+        HostStopCost as HostStopCost,
+        HostStops as HostStops,
+    )
     from fsdp_inspect.analysis.kernels import KernelCost as KernelCost, Kernels as Kernels
     from fsdp_inspect.analysis.link_fit import LinkFit as LinkFit
     from fsdp_inspect.analysis.live.feed import LiveState as LiveState, LiveStatus as LiveStatus

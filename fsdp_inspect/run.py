@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
     from fsdp_inspect.analysis.correctness import Correctness
     from fsdp_inspect.analysis.drift import Drift
+    from fsdp_inspect.analysis.host_stops import HostStops
     from fsdp_inspect.analysis.kernels import Kernels
     from fsdp_inspect.analysis.lifetime import Lifetime
     from fsdp_inspect.analysis.memory.overview import MemoryOverview
@@ -210,6 +211,12 @@ class Run:
         from fsdp_inspect.analysis.kernels import measure_kernels
 
         return self._ask(("kernels", rank), lambda: measure_kernels(self._context, rank=rank))
+
+    def host_stops(self) -> HostStops | None:
+        """Reads of values, garbage collections and compilations by line; None: not recorded."""
+        from fsdp_inspect.analysis.host_stops import measure_host_stops
+
+        return self._ask("host stops", lambda: measure_host_stops(self._context))
 
     def unit_history(self, unit: str, *, rank: int | None = None) -> UnitHistory | None:
         """Every collective of one unit over the timed steps; None without a timed step.

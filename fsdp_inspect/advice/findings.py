@@ -42,6 +42,7 @@ _BEFORE_COMMUNICATION = (
     Limit.HOST,
     Limit.INPUT,
     Limit.COLLECTION,
+    Limit.HOST_STOP,
     Limit.BETWEEN,
     Limit.BACKWARD_ORDER,
     Limit.OTHER,
@@ -59,6 +60,7 @@ _COSTS = {
     Limit.HOST: "device_idle_ns",
     Limit.INPUT: "data_ns",
     Limit.COLLECTION: "garbage_collection_ns",
+    Limit.HOST_STOP: "host_stop_ns",
     Limit.BACKWARD_ORDER: "backward_order_ns",
     Limit.COMMUNICATION: "exposed_other_ns",
 }

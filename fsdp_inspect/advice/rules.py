@@ -82,7 +82,8 @@ RULES: Mapping[str, Rule] = {
         ("change", "check"),
         "Simulated: an all-gather that is issued earlier causes a shorter wait. Or a prefetch of "
         "the plan never ran.",
-        "Synchronizations inside a unit (cudaStreamSynchronize): a run contains no CUDA calls.",
+        "The idle time of a device after a read of a value inside a unit. Imported traces show it "
+        "by line; a recorded run lists the reads (`fsdp-inspect summary`), without that time.",
     ),
     "R10": Rule(
         "prefetch deeper, or allow more reduce-scatter inputs",

@@ -35,7 +35,7 @@ from fsdp_inspect.trace.kernels import KernelKind, KernelRecord
 from fsdp_inspect.trace.run import RunSource
 
 _NARROW = ("bfloat16", "float16")
-_FIELDS = ("count", "num_small", "sum_ns", "time_ns", "gap_ns", "flops")
+_FIELDS = ("count", "num_small", "sum_ns", "time_ns", "gap_ns", "flops", "fusable_ns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class KernelCost:
     """Time before these kernels in which the device runs nothing."""
     flops: int | None
     """None: the trace has no shapes of these kernels."""
+    fusable_ns: int
+    """Time that fused kernels save at most: runs of elementwise kernels without their longest."""
     compute_ratio: float | None
     """Time / compute of the step; None for communication and memory copies."""
     peak_ratio: float | None
@@ -139,6 +141,17 @@ class Kernels(TableResult):
     def rows(self) -> Sequence[KernelCost]:
         """The kernels by unit, phase and kind."""
         return self.groups
+
+    @property
+    def fusable_ns(self) -> int:
+        """Time per step that fused kernels save at most."""
+        return sum(cost.fusable_ns for cost in self.kinds)
+
+    @property
+    def most_fusable(self) -> KernelCost | None:
+        """The unit and phase in which fused kernels save most; None: they save nothing."""
+        found = max(self.groups, key=lambda cost: cost.fusable_ns, default=None)
+        return found if found is not None and found.fusable_ns else None
 
     @property
     def peak_ratio(self) -> float | None:
@@ -288,6 +301,7 @@ class _Sums:
             time_ns=time_ns // self.num_steps,
             gap_ns=total["gap_ns"] // self.num_steps,
             flops=flops // self.num_steps or None,
+            fusable_ns=total["fusable_ns"] // self.num_steps,
             compute_ratio=time_ns / self.compute_ns
             if kind.is_compute and self.compute_ns
             else None,

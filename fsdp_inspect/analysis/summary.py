@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp_inspect.analysis.batch_work import measure_uneven_work
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import try_measure
 from fsdp_inspect.analysis.correctness import check_training
 from fsdp_inspect.analysis.drift import Drift, measure_drift
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
+from fsdp_inspect.analysis.host_stops import HostStops, measure_host_stops
+from fsdp_inspect.analysis.kernels import Kernels, measure_kernels
 from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
 from fsdp_inspect.analysis.lifetime import Lifetime, measure_lifetime
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
@@ -31,9 +34,10 @@ from fsdp_inspect.analysis.stragglers.ranks import find_late_ranks
 from fsdp_inspect.analysis.throughput import Throughput, measure_throughput
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.analysis.units import UnitCost, measure_units
-from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
+from fsdp_inspect.analysis.verdict import RankVerdict, Straggler, Verdict
 from fsdp_inspect.analysis.verdict.run_facts import Answers, judge, measure_step_costs
 from fsdp_inspect.analysis.wait_causes import timed_collectives
+from fsdp_inspect.errors import ImportingError, MissingDataError
 from fsdp_inspect.results import Result
 from fsdp_inspect.statistics import Distribution
 from fsdp_inspect.trace.run import RunSource
@@ -106,6 +110,8 @@ class Summary(RunHeading, Result):
     """The result of checking the collectives against the plan."""
     recorder: RecorderCost | None
     """What the recorder cost; None: not recorded."""
+    stops: HostStops | None
+    """What stops the hosts, by line; None: not recorded."""
 
     @property
     def recorder_sentence(self) -> str | None:
@@ -130,6 +136,8 @@ def measure_summary(run: RunSource) -> Summary:
     throughput = try_measure(measure_throughput, run, damage)
     plan_check = try_measure(check_plan, run, damage)
     training = try_measure(check_training, run, damage)
+    stops = measure_host_stops(run)
+    late = try_measure(lambda source: find_late_ranks(source, overlap.ranks), run, damage)
     verdict, rank_verdicts = judge(
         Answers(
             manifest=run.manifest,
@@ -144,7 +152,15 @@ def measure_summary(run: RunSource) -> Summary:
             costs=try_measure(measure_step_costs, run, damage),
             utilisation_ratio=throughput.device_utilisation_ratio if throughput else None,
             trust=measure_trust(run),
-            late=try_measure(lambda source: find_late_ranks(source, overlap.ranks), run, damage),
+            late=late,
+            stops=stops,
+            kernels=_find_kernels(run),
+            uneven=measure_uneven_work(run, late.rank) if isinstance(late, Straggler) else None,
+            threads={
+                record.rank: (record.host_work.num_threads, record.host_work.num_cores)
+                for record in run.ranks
+                if record.host_work is not None
+            },
             fault=training.faults[0] if training and training.faults else None,
         )
     )
@@ -186,6 +202,7 @@ def measure_summary(run: RunSource) -> Summary:
         rank_verdicts=rank_verdicts,
         plan_check=plan_check,
         recorder=try_measure(measure_recorder_cost, run, damage),
+        stops=stops,
     )
 
 
@@ -213,6 +230,14 @@ def _measure_allocator(run: RunSource, memory: Memory) -> AllocatorUse | None:
     if memory.peak_rank is None or memory.peak_reserved_bytes is None:
         return None
     return measure_allocator(run, rank=memory.peak_rank)
+
+
+def _find_kernels(run: RunSource) -> Kernels | None:
+    """The kernels of profiled steps; None if there are none, or if their trace is damaged."""
+    try:
+        return measure_kernels(run)
+    except (ImportingError, MissingDataError):
+        return None
 
 
 def _find_loss(run: RunSource) -> Loss | None:

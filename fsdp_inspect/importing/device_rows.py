@@ -38,6 +38,7 @@ from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.unit_ranges import RangeKind, UnitRanges, UnitSpans
 from fsdp_inspect.importing.windows import PhaseRanges, StepMarks, StepWindows
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Phase, Stream
+from fsdp_inspect.trace.host_work import HostActivity
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
@@ -88,6 +89,8 @@ class DeviceRows:
     phases: PhaseRanges
     marks: StepMarks
     names: RunNames
+    syncs: HostActivity | None = None
+    """The calls in which the host waits for the device; None: the trace has no launches."""
 
     @property
     def comms(self) -> Communications:

@@ -7,6 +7,7 @@ matrices or computes attention counts as compute, also if it communicates meanwh
 """
 
 import re
+import sys
 from functools import lru_cache
 
 from fsdp_inspect.trace.codes import EventKind
@@ -103,6 +104,8 @@ _COMPUTE_KINDS = tuple(
 )
 """Patterns of whole names, with template arguments; the first match counts. Reductions, losses and
 indexing count as elementwise, because memory bandwidth limits them too."""
+_USER_LINE = re.compile(r"([^<>]+\.py)\((\d+)\): ")
+_INSTALLED = ("site-packages/", "dist-packages/", "lib/python")
 _NOT_PLAIN = re.compile(r"[^a-z0-9]")
 _MANGLED = re.compile(r"_ZN?K?")
 _IDENTIFIER = re.compile(r"L?(\d+)")
@@ -140,6 +143,20 @@ def compute_kind_of(name: str) -> KernelKind:
     return next(
         (kind for pattern, kind in _COMPUTE_KINDS if pattern.search(name)), KernelKind.OTHER
     )
+
+
+@lru_cache(maxsize=1 << 16)
+def user_line(name: str) -> str:
+    """The line of a Python function of a trace, `file:line`; empty: of a library."""
+    found = _USER_LINE.match(name)
+    if found is None:
+        return ""
+    file = found[1].replace("\\", "/")
+    top = file.removeprefix("./").partition("/")[0].removesuffix(".py")
+    is_library = any(part in file for part in _INSTALLED)
+    if is_library or top in ("torch", "fsdp_inspect") or top in sys.stdlib_module_names:
+        return ""
+    return f"{file}:{found[2]}"
 
 
 def _own_name(name: str) -> str:

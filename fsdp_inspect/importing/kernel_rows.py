@@ -28,7 +28,8 @@ from fsdp_inspect.trace.kernels import (
 Int64Array = NDArray[np.int64]
 
 _KEYS = ("step", "unit", "phase", "kind", "name")
-_SUMS = ("count", "num_small", "sum_ns", "time_ns", "gap_ns", "flops")
+_SUMS = ("count", "num_small", "sum_ns", "time_ns", "gap_ns", "flops", "fusable_ns")
+_FUSABLE = (KernelKind.ELEMENTWISE, KernelKind.NORMALISATION)
 _WITH_OPERATIONS = (KernelKind.MATRIX_PRODUCT, KernelKind.ATTENTION)
 
 
@@ -123,6 +124,7 @@ def sum_kernels(
                 "gap_ns": gap_ns[inside],
                 "time_ns": zero,
                 "flops": zero if part.flops is None else part.flops[inside],
+                "fusable_ns": _fusable(part, kind)[inside],
             }
         )
         chosen, step, time_ns = _own_time(part, bounds_ns)
@@ -212,6 +214,30 @@ def _without_overlaps(
     begins = start_ns.copy()
     begins[1:] = np.maximum(start_ns[1:], reach[:-1])
     return order, begins, np.maximum(reach, begins)
+
+
+def _fusable(part: KernelSpans, kind: Int64Array) -> Int64Array:
+    """The time of each elementwise kernel that a fused kernel saves; 0 for the longest of a run.
+
+    A run is a row of such kernels of one unit and phase, without another kernel between them.
+    """
+    saved = np.zeros(len(kind), dtype=np.int64)
+    if part.begins is not None or len(kind) == 0:
+        return saved
+    order, starts, ends = _without_overlaps(part.start_ns, part.end_ns)
+    own_ns = ends - starts
+    is_fusable = np.isin(kind[order], _FUSABLE)
+    changes = np.ones(len(order), dtype=bool)
+    for key in (part.unit[order], part.phase[order], is_fusable):
+        changes[1:] &= key[1:] == key[:-1]
+    first = np.flatnonzero(np.concatenate([[True], ~changes[1:]]))
+    longest = np.repeat(np.maximum.reduceat(own_ns, first), np.diff([*first, len(order)]))
+    run = np.repeat(np.arange(len(first)), np.diff([*first, len(order)]))
+    _, kept = np.unique(np.where(own_ns == longest, run, -1), return_index=True)
+    is_saved = is_fusable.copy()
+    is_saved[kept[own_ns[kept] == longest[kept]]] = False
+    saved[order] = np.where(is_saved, own_ns, 0)
+    return saved
 
 
 def _gaps(parts: Sequence[KernelSpans], bounds_ns: Int64Array) -> list[Int64Array]:

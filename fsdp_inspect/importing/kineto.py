@@ -235,6 +235,9 @@ class _Merged:
         for rank, (_, trace) in self._traces.items():
             created_ns = self._created_ns(trace)
             record = _record(rank, world_size, trace, created_ns, delays[rank])
+            if trace.host_work is not None:
+                host_work = trace.host_work.with_units(self._places[rank][1])
+                record = record.model_copy(update={"host_work": host_work})
             run.write_record(record.of_run(manifest))
         unmatched = frozenset(self._unequal_groups())
         asked = [

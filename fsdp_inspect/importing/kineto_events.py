@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.json_events import EventReader
+from fsdp_inspect.importing.kernel_names import user_line
 from fsdp_inspect.importing.messages import (
     NOTHING,
     CollectiveMessage,
@@ -57,6 +58,8 @@ class Category(IntEnum):
     LAUNCH = 2
     OPERATOR = 3
     ANNOTATION = 4
+    PYTHON = 5
+    """Functions of the user's code, in traces with stacks; those of libraries are left out."""
 
 
 _COMPLETE = "X"
@@ -91,6 +94,7 @@ _CATEGORIES = {
     "cpu_op": Category.OPERATOR,
     "Operator": Category.OPERATOR,
     "user_annotation": Category.ANNOTATION,
+    "python_function": Category.PYTHON,
     **{
         f"{device}_{ending}": category
         for device in _DEVICES
@@ -100,7 +104,7 @@ _CATEGORIES = {
 """Names of libkineto, of its versions for other devices, and of old versions (`Kernel`)."""
 _NOT_WORK = frozenset(
     {
-        *("python_function", "ac2g", "fwdbwd", "Trace", "overhead", "cpu_instant_event"),
+        *("ac2g", "fwdbwd", "Trace", "overhead", "cpu_instant_event"),
         *("cuda_event", "itt_annotation", "", "async_gpu", "user_annotation_async"),
         *("external_correlation", "gpu_pm_counter", "mtia_counters", "xpu_scope_profiler"),
         *(f"{device}_user_annotation" for device in _DEVICES),
@@ -115,8 +119,12 @@ _CODES = {name: int(category) for name, category in _CATEGORIES.items()}
 COMMUNICATION_OPERATORS = ("record_param_comms", "c10d::", "nccl:", "gloo:", "rccl:", "ucc:")
 """Name prefixes of host events whose arguments describe a communication."""
 
-_TELLING_OPERATORS = (*COMMUNICATION_OPERATORS, "fsdp::", "autograd::engine")
-"""Name prefixes of operators that identify the owner of the kernels that they launch."""
+_TELLING_OPERATORS = (
+    *(*COMMUNICATION_OPERATORS, "fsdp::", "autograd::engine"),
+    *("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"),
+)
+"""Name prefixes of operators that identify the owner of the kernels that they launch, or that read
+a value."""
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -345,7 +353,11 @@ class _Columns:
         complete = [one for one in events if one.ph == _COMPLETE]
         if len(complete) < len(events):
             complete += self._pair(one for one in events if one.ph in _PAIRED)
-        kept = [one for one in complete if one.cat in _CODES]
+        kept = [
+            one
+            for one in complete
+            if one.cat in _CODES and (one.cat != "python_function" or user_line(one.name))
+        ]
         if len(kept) < len(complete):
             others = (one.cat for one in complete if one.cat not in _CODES)
             self.unread.update(category for category in others if category not in _NOT_WORK)

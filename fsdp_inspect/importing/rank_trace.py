@@ -13,6 +13,7 @@ from fsdp_inspect.importing.collective_rows import Owners, find_implied_owners, 
 from fsdp_inspect.importing.communications import Communications, find_gloo
 from fsdp_inspect.importing.device_rows import DeviceRows, DeviceWork
 from fsdp_inspect.importing.host_rows import HostRows
+from fsdp_inspect.importing.host_syncs import find_host_syncs
 from fsdp_inspect.importing.implied_units import imply_by_order, imply_by_size
 from fsdp_inspect.importing.kineto_events import Category, KinetoTrace
 from fsdp_inspect.importing.messages import NOTHING, GroupNames, read_whole
@@ -20,6 +21,7 @@ from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.unit_ranges import UnitRanges
 from fsdp_inspect.importing.windows import PhaseRanges, StepMarks
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.host_work import HostActivity
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.run import UNITS_FROM_FSDP1, UNITS_FROM_ORDER, UNITS_FROM_RANGES
@@ -138,6 +140,8 @@ class RankTrace:
     events: EventTable
     """The events; their times start from the trace's first event."""
     kernels: KernelRecord
+    host_work: HostActivity | None
+    """The calls in which the host waits for the device; None: not in the trace."""
     num_steps: int
     wall_start_ns: int | None
     """Time of the first event since 1970; None if the trace does not contain it."""
@@ -208,6 +212,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> R
         versions=_versions(trace.other_values, distributed),
         events=_shifted(events, origin_ns),
         kernels=kernels,
+        host_work=_numbered(maker.syncs, names, ranges) if isinstance(maker, DeviceRows) else None,
         num_steps=len(marks.number),
         wall_start_ns=_wall_ns(trace.other_values, origin_ns),
         unit_origin=_origin(ranges),
@@ -232,8 +237,24 @@ def _find_rows(
     if len(trace.events[Category.KERNEL]) == 0:
         return HostRows(trace, find_gloo(trace, groups), ranges, phases, marks, names)
     work = DeviceWork.of(trace, groups)
+    parts = (work.comms, work.compute, work.copies)
+    busy = Intervals.of(
+        np.concatenate([part.start_ns for part in parts]),
+        np.concatenate([part.end_ns for part in parts]),
+    )
+    syncs = find_host_syncs(trace, ranges, phases, marks, busy)
     trace = trace.without(Category.KERNEL, Category.LAUNCH)  # `work` contains them
-    return DeviceRows(trace, work, ranges, phases, marks, names)
+    return DeviceRows(trace, work, ranges, phases, marks, names, syncs)
+
+
+def _numbered(
+    found: HostActivity | None, names: RunNames, ranges: UnitRanges
+) -> HostActivity | None:
+    """The same calls with the numbers of the units in `names`."""
+    if found is None:
+        return None
+    units = [names.unit_index(unit) for unit in ranges.units]
+    return found.with_units(units)
 
 
 def read_kernels(trace: KinetoTrace, units: Sequence[str]) -> KernelRecord:

@@ -685,6 +685,8 @@ class Attachment:
             self._control.note_step(session.step - 1, start, session.step_start, counts=counts)
         self._memory.begin_step()
         self._instruments.end_step()
+        is_timed = session.step > self._options.warmup_steps and session.detail
+        self._instruments.stops.end_step(counts=counts and is_timed)
         self._scalars.drain()
         self._drain_checks()
         is_new = session.inputs != self._settled_inputs
@@ -696,8 +698,10 @@ class Attachment:
         self._keep_training()
         if session.step == 1 or self._life_has_news():
             self._describe_life()
-        if self._control is not None and session.step % _USE_EVERY == 0:
-            self._writer.update(recorder=self._control.use())
+        if session.step % _USE_EVERY == 0:
+            self._writer.update(host_work=self._instruments.stops.describe())
+            if self._control is not None:
+                self._writer.update(recorder=self._control.use())
         self._report_problems()
 
     def _report_problems(self) -> None:
@@ -878,6 +882,7 @@ class Attachment:
     def _describe_rank(self) -> None:
         self._describe_life()
         self._writer.update(
+            host_work=self._instruments.stops.describe(),
             num_steps=self.session.step,
             scalar_names=self._scalars.names,
             clock_end=read_clock_pair(),

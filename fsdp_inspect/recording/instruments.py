@@ -19,6 +19,7 @@ import torch
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.dist_calls import DistCalls
 from fsdp_inspect.recording.graph_collectives import GraphCollectives
+from fsdp_inspect.recording.host_stops import StopCounter
 from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.recording.loop_hooks import LoopHooks
 from fsdp_inspect.recording.memory import MemoryProbe
@@ -62,6 +63,7 @@ class Instruments:
         self._is_in_graphs = units is not None
         self.checkpoints = CheckpointHooks(session)
         self._collections = GarbageCollections(session)
+        session.stops = self.stops = StopCounter(session)
         outer = sharder.outer_optimizers()
         self._loop = LoopHooks(
             session, optimizers, on_optimizer_step, before_update, outer, sharder.units
@@ -76,6 +78,7 @@ class Instruments:
         self._loop.attach(self._patches)
         self.checkpoints.attach(self._patches)
         self._collections.attach(self._patches)
+        self.stops.attach(self._patches, wraps=not (self._is_in_graphs or uses_compile()))
         checks = self._session.checks
         if checks is not None and not (self._is_in_graphs or uses_compile()):
             checks.attach(self._patches)
@@ -273,6 +276,8 @@ class GarbageCollections:
         if start and end - start >= LEAST_NS and session.active:
             flags = int(EventFlag.FULL_COLLECTION) if is_full else 0
             self._found.append((start, end, session.step, int(session.phase), flags))
+            if session.stops is not None:
+                session.stops.note_collection(end - start, sys._getframe(2))
 
     def end_step(self) -> None:
         """Write the collections that have ended."""

@@ -35,6 +35,7 @@ from fsdp_inspect.trace.codes import (
 if TYPE_CHECKING:
     from fsdp_inspect.recording.black_box import BlackBoxWriter
     from fsdp_inspect.recording.emulated_network import LinkModel, Transfer
+    from fsdp_inspect.recording.host_stops import StopCounter
     from fsdp_inspect.recording.numerics import StepObserver
     from fsdp_inspect.recording.storage_tracker import StorageTracker
     from fsdp_inspect.recording.training_checks import TrainingChecks
@@ -78,6 +79,7 @@ class Position:
         "skips_reduction",
         "step",
         "step_start",
+        "stops",
         "times_plain",
         "training_thread",
         "unit_depths",
@@ -138,6 +140,7 @@ class Position:
         self.loss_dtype = ""
         """Dtype of the tensor of the first backward: `float32`; empty before it."""
         self.inputs = ""
+        self.stops: StopCounter | None = None
         """The tensors that the first unit received in the last memory step: `4 x 2048 int64`."""
         self.skips_reduction = False
         """Whether a backward left gradients unreduced (`set_requires_gradient_sync(False)`)."""

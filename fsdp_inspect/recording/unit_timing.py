@@ -322,6 +322,8 @@ class UnitTimer:
             checks = session.checks
             if checks is not None and not (session.open_units or checks.is_over):
                 checks.note_inputs(args, kwargs)
+            if session.stops is not None and not session.open_units:
+                session.stops.note_inputs(args, kwargs)
         if session.watches_memory:
             self._memory.inputs(args, kwargs)
 

@@ -27,10 +27,10 @@ def render_kernels(found: Kernels) -> RenderableType:
             Text(spec.title, style="bold"),
             render_table(spec.with_values(costs[:most]), costs[:most]),
         ]
-    return Group(*map(Text, describe_kernels(found)), *tables, "", dim(_footer(found)))
+    return Group(*map(Text, word_kernels(found)), *tables, "", dim(_footer(found)))
 
 
-def describe_kernels(found: Kernels) -> list[str]:
+def word_kernels(found: Kernels) -> list[str]:
     """The headline, the share of the peak, and the remainder without a kind."""
     work = "kernels" if found.on_device else "operators"
     lines = [

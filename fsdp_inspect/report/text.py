@@ -14,6 +14,7 @@ from rich.text import Text
 from fsdp_inspect.analysis.breakdown import DIMENSIONS, PartTime, StepBreakdown
 from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
 from fsdp_inspect.analysis.gather_distances import GatherDistances
+from fsdp_inspect.analysis.host_stops import HostStops
 from fsdp_inspect.analysis.lifetime import LifePhase, Lifetime, PhaseTime
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.peak import Memory
@@ -50,6 +51,8 @@ from fsdp_inspect.report.wording import (
     name_backend,
 )
 
+LEAST_STOP_RATIO = 0.01
+"""Lines that stop a host for a smaller fraction of the step are left out."""
 MOST_EXPOSED = 5
 """The most owners of exposed communication in a summary."""
 MOST_RANKS = 16
@@ -233,6 +236,17 @@ def _headline(summary: Summary) -> RenderableType:
     return Group(title, Text(" · ".join(fact for fact in facts if fact)))
 
 
+def _long_stops(summary: Summary) -> Iterable[RenderableType]:
+    """The lines that stop a host for a hundredth of the step."""
+    if summary.stops is None or summary.breakdown is None:
+        return
+    least_ns = LEAST_STOP_RATIO * summary.breakdown.step_time_ns
+    long = [stop for stop in summary.stops.stops if stop.duration_ns >= least_ns]
+    if long:
+        table = render_table(HostStops.TABLE.with_values(long), long[:MOST_EXPOSED])
+        yield from section(HostStops.TABLE.title, table)
+
+
 def _status_style(status: str) -> str:
     return "green" if status in ("complete", "imported") else "yellow"
 
@@ -257,6 +271,7 @@ def _sections(summary: Summary) -> Iterable[RenderableType]:
             title = f"Longest exposed waits of rank {summary.exposed.rank}"
             table = render_table(RankWaits.TABLE, exposed[:MOST_EXPOSED], *_OWNER_COLUMNS)
             yield from section(title, table)
+    yield from _long_stops(summary)
     if summary.memory.peak is not None:
         yield from section(_peak_title(summary.memory), *_peak_tables(summary.memory))
     if len(summary.ranks) > 1:

@@ -68,6 +68,9 @@ class KernelColumns(Record):
     """Time before these kernels in which the device runs nothing."""
     flops: list[Amount] = Field(default_factory=list)
     """Floating-point operations of matrix products and attention; 0: the trace has no shapes."""
+    fusable_ns: list[Amount] = Field(default_factory=list)
+    """Time that one kernel for each run of elementwise kernels would save at most: the run's time
+    without its longest kernel. 0 on a CPU."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.correctness import TrainingSeen
+from fsdp_inspect.trace.host_work import HostActivity
 from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment, OutOfMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
@@ -655,6 +656,8 @@ class RankRecord(Record):
     `none`. Empty: unknown."""
     recorder: RecorderUse | None = None
     """What the recorder used; None: each step was recorded in detail."""
+    host_work: HostActivity | None = None
+    """What stopped the host, by line, and the sizes of batches; None: not recorded."""
     coordinates: dict[str, Index] = Field(default_factory=dict)
     """The position of this rank along each dimension of the mesh, by `parallelism`."""
 

@@ -2,6 +2,8 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_inspect.analysis.batch_work import UnevenWork
+from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.trust import RunDelay, Trust
 from fsdp_inspect.analysis.verdict import (
     COMPARE_PLANS,
@@ -58,6 +60,31 @@ def straggler(cost_ns=10 * MS, **changes):
         "waits_ns": {},
     }
     return Straggler(**{**plain, **changes})
+
+
+def stop(what=".item()", **changes):
+    plain = {
+        "what": what,
+        "place": "train.py:42",
+        "phase": "forward",
+        "fqn": "layers.7",
+        "rank": 1,
+        "count": 2000.0,
+        "duration_ns": 30 * MS,
+        "num_steps": 10,
+        "out_of": 10,
+        "idle_ns": None,
+        "is_alone": False,
+        "is_cost": True,
+        "reason": "",
+    }
+    return HostStopCost(**{**plain, **changes})
+
+
+def uneven(**changes):
+    plain = {"ratio": 2.1, "num_more": 34, "out_of": 40, "word": "tokens"}
+    rest = {"rank": 4, "padding_ratio": None, "balanced_ratio": 0.6}
+    return UnevenWork(**{**plain, **rest, **changes})
 
 
 def without_cores(ratio):
@@ -125,6 +152,27 @@ def growth(bytes_per_step=1 << 20, steps_until_full=500):
             {"host_behind_ns": 40 * MS}, Limit.COMPUTE, id="a device that seldom lacks work"
         ),
         pytest.param({"device_ratio": 0.99, "data_ns": 50 * MS}, Limit.MEMORY, id="memory first"),
+        pytest.param({"stop": stop()}, Limit.HOST_STOP, id="reads at one line"),
+        pytest.param({"stop": stop(duration_ns=4 * MS)}, Limit.COMPUTE, id="few reads"),
+        pytest.param(
+            {"stop": stop(), "other_ns": 50 * MS}, Limit.HOST_STOP, id="reads are in other code"
+        ),
+        pytest.param(
+            {"stop": stop(), "exposed_ns": 40 * MS}, Limit.COMMUNICATION, id="waits beyond reads"
+        ),
+        pytest.param(
+            {"stop": stop(is_alone=True), "exposed_ns": 40 * MS, "straggler": straggler(35 * MS)},
+            Limit.HOST_STOP,
+            id="the others wait for the rank that reads",
+        ),
+        pytest.param(
+            {"stop": stop(is_alone=True, duration_ns=6 * MS), "straggler": straggler(35 * MS)},
+            Limit.STRAGGLER,
+            id="reads explain little of a late rank",
+        ),
+        pytest.param(
+            {"stop": stop("garbage collection")}, Limit.COLLECTION, id="collections in some steps"
+        ),
         pytest.param({"trust": without_cores(0.25)}, Limit.CORES, id="cores at their threshold"),
         pytest.param({"trust": without_cores(0.24)}, Limit.COMPUTE, id="cores below"),
         pytest.param(
@@ -589,3 +637,57 @@ def test_without_gathers_no_change_of_a_sharding_plan_is_advised(changes):
     assert advice
     for word in ("all-gather", "units", "reshard", "shard", "Prefetch"):
         assert word not in advice
+
+
+# --- Lines, guards, batches and threads.
+
+
+def words_of(**changes):
+    return give_verdict(facts(**changes))
+
+
+def test_reads_name_their_line_and_share():
+    verdict = words_of(stop=stop())
+    assert verdict.sentence == ".item() at train.py:42 takes 30% of the step."
+    assert verdict.because == "2,000 calls a step in layers.7 take 30.0 ms."
+
+
+def test_a_recompilation_names_the_guard():
+    compiled = stop("compilation", reason="factor == 1", num_steps=2, is_alone=True)
+    verdict = words_of(stop=compiled)
+    assert verdict.sentence == "Recompilations take 30% of the step on rank 1."
+    assert "The guard that failed: factor == 1." in verdict.why
+    assert "2 of 10 steps have one." in verdict.why
+
+
+def test_collections_on_one_rank_name_it():
+    collected = stop("garbage collection", is_alone=True, num_steps=4)
+    verdict = words_of(stop=collected, exposed_ns=40 * MS)
+    assert verdict.sentence == ("Python's garbage collection takes 30% of the step on rank 1.")
+    assert "4 of 10 steps have a collection" in verdict.why
+
+
+def test_a_straggler_with_more_tokens_is_explained():
+    verdict = words_of(straggler=straggler(21 * MS), uneven=uneven())
+    assert verdict.because == "Rank 4 processed 2.1 times the tokens in 34 of 40 steps."
+    assert "Equal batches save about 16.0 ms" in verdict.next_steps[0]
+
+
+def test_a_straggler_with_more_tokens_in_few_steps_is_not_explained_by_them():
+    verdict = words_of(straggler=straggler(21 * MS), uneven=uneven(num_more=3))
+    assert "tokens" not in verdict.because
+
+
+def test_more_threads_than_cores_name_the_setting():
+    verdict = words_of(trust=without_cores(0.5), threads=(8, 1))
+    assert verdict.next_steps[0].startswith(
+        "Set OMP_NUM_THREADS=1 or less: torch runs 8 threads on 1 core."
+    )
+    assert (
+        "OMP_NUM_THREADS=1" not in words_of(trust=without_cores(0.5), threads=(1, 8)).next_steps[0]
+    )
+
+
+def test_a_host_bound_step_names_the_lines_that_read():
+    verdict = words_of(host_bound_ns=20 * MS, reads=(stop(is_cost=False),))
+    assert any(".item() at train.py:42 (2,000 a step)" in step for step in verdict.next_steps)

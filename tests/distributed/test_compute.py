@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 import fsdp_inspect
+from fsdp_inspect.analysis.batch_work import measure_uneven_work
+from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.report.kernels_wording import render_kernels
+from fsdp_inspect.trace.host_work import BOOLEAN_MASK, COLLECTION, COMPILATION, PRINTED
 from tests.conftest import Torchrun
-from tests.distributed.compute_script import CASES
+from tests.distributed.compute_script import CASES, NUM_STEPS
 from tests.report.terminal_text import text_of
 
 pytestmark = pytest.mark.distributed
@@ -33,7 +36,7 @@ def opened(folder: Path, case: str) -> fsdp_inspect.Run:
     return fsdp_inspect.open_run(folder / case / "run")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
+@pytest.mark.parametrize("case", ["profiled", "other_profiler", "failing", "print", "mask"])
 def test_losses_are_bit_identical(folder: Path, case: str) -> None:
     for rank in range(2):
         assert seen(folder, case, rank)["losses"] == seen(folder, "plain", rank)["losses"]
@@ -69,4 +72,79 @@ def test_the_window_states_its_own_cost(folder: Path) -> None:
 def test_a_window_that_fails_ends_alone(folder: Path, case: str, reason: str) -> None:
     run = opened(folder, case)
     assert any(reason in each for each in run.ranks_recorded[0].problems)
-    assert len(select_steps(run.source).finished) == 14
+    assert len(select_steps(run.source).finished) == NUM_STEPS
+
+
+# --- What stops the host, by line.
+
+
+def stops_of(folder: Path, case: str) -> list[HostStopCost]:
+    found = opened(folder, case).host_stops()
+    assert found is not None
+    return [stop for stop in found.stops if stop.is_cost]
+
+
+def true_ns(folder: Path, case: str, rank: int) -> float:
+    """What the script measured itself, as the mean of the counted steps."""
+    planted = seen(folder, case, rank)["planted_s"]
+    counted = planted[-(NUM_STEPS - 3) :]  # without warm-up and the memory step
+    return 1e9 * sum(counted) / len(counted)
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [("mask", BOOLEAN_MASK), ("print", PRINTED), ("compilations", COMPILATION)],
+)
+def test_a_planted_stop_has_its_line_and_size(folder: Path, case: str, what: str) -> None:
+    first = stops_of(folder, case)[0]
+    assert first.what == what
+    assert "compute_script.py:" in first.place
+    assert first.duration_ns == pytest.approx(true_ns(folder, case, first.rank), rel=0.2)
+
+
+def test_reads_in_a_loop_have_their_line_and_number(folder: Path) -> None:
+    """A read on a CPU takes as long as reading the clock, so its size is only a rough one."""
+    first = stops_of(folder, "items")[0]
+    assert first.what == ".item()"
+    assert first.count == pytest.approx(50_000, rel=0.01)
+    assert 0.05 < first.duration_ns / first.count / 1000 < 5
+
+
+def test_reads_are_no_longer_watched_where_there_are_many(folder: Path) -> None:
+    work = opened(folder, "items").ranks_recorded[0].host_work
+    assert work is not None
+    assert (work.num_read_steps, work.num_steps) == (3, NUM_STEPS - 3)
+
+
+def test_collections_on_one_rank_are_found_there(folder: Path) -> None:
+    first = stops_of(folder, "collections")[0]
+    assert (first.what, first.rank, first.is_alone) == (COLLECTION, 1, True)
+    assert first.duration_ns == pytest.approx(true_ns(folder, "collections", 1), rel=0.2)
+    assert (first.num_steps, first.out_of) == (3, NUM_STEPS - 3)
+
+
+def test_a_compilation_names_the_guard(folder: Path) -> None:
+    first = stops_of(folder, "compilations")[0]
+    assert "factor == " in first.reason
+    assert first.num_steps == 1
+
+
+def test_a_rank_with_twice_the_tokens_is_known(folder: Path) -> None:
+    uneven = measure_uneven_work(opened(folder, "tokens").source, 0)
+    assert uneven is not None
+    assert (uneven.ratio, uneven.word) == (2.0, "tokens")
+    assert uneven.num_more == uneven.out_of > 5
+    assert uneven.balanced_ratio == pytest.approx(0.75)
+    assert measure_uneven_work(opened(folder, "tokens").source, 1) is None
+
+
+def test_a_healthy_loop_has_no_long_stop(folder: Path) -> None:
+    run = opened(folder, "profiled")
+    step_ns = run.summary().breakdown.step_time_ns
+    reads = [stop for stop in stops_of(folder, "profiled") if stop.what != COLLECTION]
+    assert all(stop.duration_ns < 0.05 * step_ns for stop in reads)
+
+
+def test_the_methods_of_tensors_are_as_before(folder: Path) -> None:
+    """Each case trained after the others in the same processes, and detached at its end."""
+    assert seen(folder, "profiled")["patched"] == seen(folder, "plain")["patched"] == []

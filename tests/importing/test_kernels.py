@@ -127,3 +127,36 @@ def test_operations_of_a_product_belong_to_its_kernel(tmp_path):
 )
 def test_operations_are_counted_from_shapes(name, dims, flops):
     assert count_operations(name, dims.encode()) == flops
+
+
+def test_the_verdict_names_elementwise_kernels_that_a_fused_one_replaces(tmp_path):
+    trace = TraceWriter()
+    at = 0
+    for _ in range(4):
+        trace.kernel(NAMES[0], at, at + 60, issued=at)
+        for place in range(4):  # four passes over the same data: three are saved
+            begin = at + 60 + 10 * place
+            trace.kernel(NAMES[1], begin, begin + 10, issued=begin - 5)
+        at += 100
+    trace.operator("aten::mm_backward", 0, 1)
+    trace.annotate("Optimizer.step#AdamW.step", at, at + 1)
+    trace.collective("_allgather_base", 40, 60, issued=30)
+    run = imported(tmp_path, trace)
+    assert run.kernels().fusable_ns == 4 * 30_000
+    verdict = run.summary().verdict
+    assert verdict.sentence == ("Compute-bound: unfused elementwise kernels cost 30% of the step.")
+    assert "120 µs" in verdict.because
+
+
+def test_a_step_without_elementwise_runs_names_the_largest_kind(tmp_path):
+    trace = TraceWriter()
+    for at in range(0, 400, 100):
+        trace.kernel(NAMES[0], at, at + 90, issued=at)
+        trace.kernel(NAMES[1], at + 90, at + 100, issued=at + 5)
+    trace.collective("_allgather_base", 40, 60, issued=30)
+    run = imported(tmp_path, trace)
+    assert run.kernels().fusable_ns == 0
+    verdict = run.summary().verdict
+    assert verdict.sentence.startswith("The step is compute-bound")
+    assert verdict.next_steps[0].startswith("The largest part is matrix product: 90% of compute.")
+    assert "unknown, because the trace has no shapes" in verdict.because

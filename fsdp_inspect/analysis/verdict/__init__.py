@@ -16,6 +16,7 @@ step of that rank. Each limit has a threshold:
 | slow group    | one node, stage or group of ranks costs 5% of the step               | R32    |
 | communication | exposed communication, without the floor, takes 5% of the step       | R1-R17 |
 | collection    | Python collects garbage for 5% of the step                           |        |
+| host stop     | one line reads values or recompiles for 5% (device: recompiles)      |        |
 | between steps | checkpoints and evaluation take 10% of the step and that time        |        |
 | recomputation | repeated forwards of activation checkpointing take 15% of the step   | R18    |
 | first gather  | a root much larger than the other units: its first gather and last    | R1, R3 |
@@ -214,6 +215,7 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "peak_reserved_bytes": facts.peak_reserved_bytes,
         "device_ratio": facts.device_ratio,
         "garbage_collection_ns": facts.collection_ns,
+        "host_stop_ns": facts.stop_ns if facts.stop else None,
         "between_steps_ns": facts.between_ns,
         "recompute_ns": facts.recompute_ns,
         "first_gather_ns": facts.first_gather.exposed_ns if facts.first_gather else None,

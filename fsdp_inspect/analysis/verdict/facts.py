@@ -4,8 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from fsdp_inspect.analysis.batch_work import UnevenWork
+from fsdp_inspect.analysis.host_stops import HostStopCost
+from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.trust import CORES_RATIO, Trust
 from fsdp_inspect.analysis.wait_causes import Cause
+from fsdp_inspect.trace.host_work import COLLECTION
 from fsdp_inspect.trace.sharders import FSDP2_TRAITS, SharderTraits
 
 
@@ -206,6 +210,16 @@ class StepFacts:
     """Exposed time of the root unit's all-gather in backward."""
     latency_ns: int = 0
     """Exposed time that messages without bytes would have, too; 0 if it is unknown."""
+    stop: HostStopCost | None = None
+    """The line that stops a host for most time, as far as this time is lost; None: unknown."""
+    reads: tuple[HostStopCost, ...] = ()
+    """The lines that read values of tensors. On a device their time is no cost of its own."""
+    uneven: UnevenWork | None = None
+    """The batches of the straggler against those of the other ranks; None: not larger."""
+    kernels: Kernels | None = None
+    """The kernels of profiled steps; None: no step was profiled."""
+    threads: tuple[int, int] | None = None
+    """Threads and cores of the rank that lacks cores; None: unknown."""
     contradiction: str | None = None
     """The contradiction between the run and its plan, as a sentence; None: there is none."""
 
@@ -224,6 +238,17 @@ class StepFacts:
             return self.host_bound_ns
         without_kernel = round((1 - self.utilisation_ratio) * self.step_time_ns)
         return max(self.host_bound_ns, min(self.host_behind_ns, without_kernel))
+
+    @property
+    def stop_ns(self) -> int:
+        """Time per step, over all steps, that the host stops at one line."""
+        return 0 if self.stop is None else self.stop.duration_ns
+
+    @property
+    def stops_alone(self) -> bool:
+        """Whether one rank alone stops for long, so that the others wait for it."""
+        least_ns = HOST_STOP_RATIO * self.step_time_ns
+        return self.stop is not None and self.stop.is_alone and self.stop_ns >= least_ns
 
     @property
     def between_ratio(self) -> float:
@@ -267,6 +292,7 @@ STRAGGLER_RATIO = 0.05
 """Also for a slow group."""
 COMMUNICATION_RATIO = 0.05
 COLLECTION_RATIO = 0.05
+HOST_STOP_RATIO = 0.05
 BETWEEN_RATIO = 0.10
 RECOMPUTE_RATIO = 0.15
 FIRST_GATHER_RATIO = 0.10
@@ -300,6 +326,8 @@ class Limit(StrEnum):
     """All ranks of a node, a TP group or a pipeline stage work longer than the other ranks."""
     COMMUNICATION = "communication"
     COLLECTION = "garbage_collection"
+    HOST_STOP = "host_stop"
+    """One line of the script stops the host: reads of values, or compilations."""
     BETWEEN = "between_steps"
     """Checkpoints or evaluation between the steps."""
     RECOMPUTE = "recomputation"
@@ -341,6 +369,11 @@ def find_limit(facts: StepFacts) -> Limit:
     late = facts.straggler.cost_ns if facts.straggler else 0
     group = facts.slow_group.cost_ns if facts.slow_group else 0
     first = facts.first_gather.exposed_ns if facts.first_gather else 0
+    collection, stop = facts.collection_ns, 0
+    if facts.stop is not None and facts.stop.what == COLLECTION:
+        collection = max(collection, facts.stop_ns)
+    else:
+        stop = facts.stop_ns
     shares = {
         Limit.INPUT: (facts.ratio(facts.data_ns), INPUT_RATIO),
         Limit.CORES: (facts.trust.run_delay_ratio, CORES_RATIO),
@@ -348,13 +381,18 @@ def find_limit(facts: StepFacts) -> Limit:
         Limit.STRAGGLER: (facts.ratio(late), STRAGGLER_RATIO),
         Limit.SLOW_GROUP: (facts.ratio(group), STRAGGLER_RATIO),
         Limit.COMMUNICATION: (facts.ratio(facts.avoidable_ns), COMMUNICATION_RATIO),
-        Limit.COLLECTION: (facts.ratio(facts.collection_ns), COLLECTION_RATIO),
+        Limit.COLLECTION: (facts.ratio(collection), COLLECTION_RATIO),
+        Limit.HOST_STOP: (facts.ratio(stop), HOST_STOP_RATIO),
         Limit.BETWEEN: (facts.between_ratio, BETWEEN_RATIO),
         Limit.RECOMPUTE: (facts.ratio(facts.recompute_ns), RECOMPUTE_RATIO),
         Limit.FIRST_GATHER: (facts.ratio(first), FIRST_GATHER_RATIO),
-        Limit.OTHER: (facts.ratio(facts.other_ns - facts.collection_ns), OTHER_RATIO),
+        Limit.OTHER: (facts.ratio(facts.other_ns - max(collection, stop)), OTHER_RATIO),
     }
     named = {limit: share for limit, (share, least) in shares.items() if share >= least}
+    if facts.stops_alone:  # the others wait for this rank
+        named.pop(Limit.COMMUNICATION, None)
+        if facts.straggler is not None and 2 * facts.stop_ns >= late:
+            named.pop(Limit.STRAGGLER, None)
     if Limit.CORES in named:
         named = {limit: share for limit, share in named.items() if limit not in _OF_CORES}
     if not named.keys().isdisjoint(_BEFORE_COMMUNICATION):

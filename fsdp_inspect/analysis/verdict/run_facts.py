@@ -5,12 +5,16 @@ median rank, and causes and longest waits are known for the run only. So the ver
 ranks read the events of one rank.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from fsdp_inspect.analysis.batch_work import UnevenWork
 from fsdp_inspect.analysis.breakdown import Breakdown, StepBreakdown
 from fsdp_inspect.analysis.correctness import TrainingFault
 from fsdp_inspect.analysis.exposed import Exposed, ExposedOwner
+from fsdp_inspect.analysis.host_stops import HostStops
+from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.memory.peak import Memory, RankMemory
@@ -90,6 +94,14 @@ class Answers:
     utilisation_ratio: float | None = None
     """The utilisation of the device of the median rank, which also stands for the other ranks."""
     trust: Trust = field(default_factory=Trust)
+    stops: HostStops | None = None
+    """What stops the hosts, by line; None: not recorded."""
+    kernels: Kernels | None = None
+    """The kernels of profiled steps; None: no step was profiled."""
+    uneven: UnevenWork | None = None
+    """The batches of the straggler."""
+    threads: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Threads of torch and cores, by rank."""
     fault: TrainingFault | None = None
     """The first mistake of the training itself."""
 
@@ -231,12 +243,24 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         recompute_ns=answers.costs.recompute_ns if answers.costs else 0,
         between_ns=step.between_ns,
         utilisation_ratio=answers.utilisation_ratio,
+        stop=answers.stops.largest if answers.stops else None,
+        reads=answers.stops.reads if answers.stops else (),
+        uneven=answers.uneven,
+        threads=_threads(answers),
+        kernels=answers.kernels,
         first_gather=_first_gather(answers),
         **_named_parts(answers),
         trust=answers.trust,
         straggler=answers.late if isinstance(answers.late, Straggler) else None,
         slow_group=answers.late if isinstance(answers.late, SlowGroup) else None,
     )
+
+
+def _threads(answers: Answers) -> tuple[int, int] | None:
+    """Threads and cores of the rank that lacks cores most; each rank gets its part of a host."""
+    delay = answers.trust.run_delay
+    threads, cores = (0, 0) if delay is None else answers.threads.get(delay.rank, (0, 0))
+    return (threads, cores) if threads and cores else None
 
 
 def _sharder(answers: Answers) -> SharderTraits:

@@ -5,6 +5,8 @@ A headline has at most 12 words. The details are in the reason.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from fsdp_inspect.analysis.host_stops import HostStopCost
+from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.verdict.facts import (
     STRAGGLER_RATIO,
     Limit,
@@ -22,12 +24,19 @@ from fsdp_inspect.formatting import (
     format_ranks,
     format_ratio,
     format_unit,
+    listed,
 )
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.store.reduction.order_wording import shorten_place
 from fsdp_inspect.trace.codes import Phase
+from fsdp_inspect.trace.host_work import BOOLEAN_MASK, COLLECTION, COMPILATION, PRINTED
 
 FRAGMENTED_RATIO = 0.10
 """R21 applies if more than this fraction of reserved memory is unused at the peak."""
+FUSABLE_RATIO = 0.05
+"""Fused kernels are advised if they save this fraction of the step."""
+GOOD_PEAK_RATIO = 0.50
+"""Published trainings seldom reach more of the peak (docs/planning_accuracy.md)."""
 WORTH_NAMING_RATIO = 0.02
 """Changes that affect a smaller fraction of the step are not advised."""
 
@@ -170,7 +179,7 @@ def _phrase_host(facts: StepFacts) -> Words:
     steps = [
         "Reduce the host's work relative to the device's: torch.compile, a larger "
         f"microbatch{fewer_units}.",
-        "Remove synchronisations from the step (.item(), printing a loss, .cpu()).",
+        _name_reads(facts.reads),
     ]
     if _may_name_plans(facts) and facts.sharder.prefetch_ahead:
         steps.append(
@@ -184,6 +193,18 @@ def _phrase_host(facts: StepFacts) -> Words:
     if facts.is_kernel_trace:
         because = f"No kernel and no collective runs for {format_ns(facts.host_bound_ns)}."
     return sentence, because, why, tuple(steps)
+
+
+def _name_reads(reads: Sequence[HostStopCost]) -> str:
+    """The lines that read values, which make the host wait for the device."""
+    named = [
+        f"{stop.what} at {shorten_place(stop.place)} ({_calls(stop)} a step{_idle(stop)})"
+        for stop in reads
+        if stop.place
+    ]
+    if not named:
+        return "Remove synchronisations from the step (.item(), printing a loss, .cpu())."
+    return f"Remove synchronisations from the step: {listed(named[:3], 3)}."
 
 
 def _phrase_idle_device(facts: StepFacts) -> tuple[str, str, str]:
@@ -232,11 +253,23 @@ def _phrase_cores(facts: StepFacts) -> Words:
         "threads or a CPU quota hold the cores. All times of this run are longer by an unknown "
         "part, so a late rank, a wait or a slow unit may be a missing core.",
         (
+            *_name_threads(facts),
             "Give each rank cores of its own: fewer threads (OMP_NUM_THREADS) and loader workers, "
             "no other programs, a larger CPU quota.",
             "Record the run again on free cores before you compare times or plans.",
         ),
     )
+
+
+def _name_threads(facts: StepFacts) -> Iterator[str]:
+    """The setting of a rank with more threads than cores."""
+    if facts.threads is not None and facts.threads[0] > facts.threads[1]:
+        threads, cores = facts.threads
+        yield (
+            f"Set OMP_NUM_THREADS={cores} or less: torch runs {threads} threads on "
+            f"{cores} {'core' if cores == 1 else 'cores'}. Or give each rank more cores "
+            "(--cpus-per-task, taskset, numactl)."
+        )
 
 
 def _on_rank(facts: StepFacts) -> str:
@@ -263,6 +296,29 @@ def _phrase_straggler(facts: StepFacts) -> Words:
     because = f"It arrives last at {format_ratio(straggler.last_ratio)} of the collectives."
     if extra:
         because = f"On rank {straggler.rank}{host} {extra} per step than on the other ranks."
+    uneven = facts.uneven
+    if uneven is not None and 2 * uneven.num_more > uneven.out_of:
+        because = (
+            f"Rank {uneven.rank} processed {uneven.ratio:.1f} times the {uneven.word} in "
+            f"{uneven.num_more} of {uneven.out_of} steps."
+        )
+        padding = uneven.padding_ratio
+        if padding:
+            why.append(f"Masks leave out {format_ratio(padding)} of its tokens (padding).")
+        share = 1 - uneven.balanced_ratio
+        balanced_ns = round(straggler.cost_ns * share * uneven.ratio / max(uneven.ratio - 1, 0.01))
+        balanced = format_ns(min(balanced_ns, straggler.cost_ns))
+        return (
+            f"Rank {straggler.rank} is a straggler: it costs "
+            f"{_ratio(facts, straggler.cost_ns)} of the step.",
+            because,
+            " ".join([because, *why]),
+            (
+                f"Give each rank equally many {uneven.word}: pack or group sequences by length. "
+                f"Equal batches save about {balanced} of the step.",
+                "Leave communication as it is until then: these waits are not transfers.",
+            ),
+        )
     return (
         f"Rank {straggler.rank} is a straggler: it costs {_ratio(facts, straggler.cost_ns)} of "
         "the step.",
@@ -613,14 +669,68 @@ def _phrase_compute(facts: StepFacts) -> Words:
             f"Communication is exposed for {format_ns(facts.exposed_ns)}, of which "
             f"{format_ns(facts.floor_ns)} is the floor, which no setting hides."
         )
+    sentence = f"The step is compute-bound: compute takes {_ratio(facts, facts.compute_ns)} of it."
+    kernels = facts.kernels
+    if kernels is None:
+        return (
+            sentence,
+            exposed,
+            f"{why} {exposed} Which part of it can be removed is unknown, because no step was "
+            "profiled.",
+            (
+                "Make compute faster: torch.compile, bfloat16, less recomputation. Record with "
+                "--profile-steps 20:23 to see its kernels: `fsdp-inspect kernels RUN`.",
+                _say_plan_gain(facts),
+            ),
+        )
+    reached = _say_peak(kernels)
+    most = kernels.most_fusable
+    share = kernels.fusable_ns / max(kernels.step_ns, 1)
+    if most is None or share < FUSABLE_RATIO:
+        return (
+            sentence,
+            f"{reached} {exposed}",
+            f"{why} {exposed} {reached} Fused kernels would save less than "
+            f"{format_ratio(FUSABLE_RATIO)} of the step.",
+            (_advise_kernels(kernels), _say_plan_gain(facts)),
+        )
+    place = "outside all units" if most.fqn is None else f"in {format_unit(most.fqn)}"
     return (
-        f"The step is compute-bound: compute takes {_ratio(facts, facts.compute_ns)} of it.",
-        exposed,
-        f"{why} {exposed}",
+        f"Compute-bound: unfused elementwise kernels cost {format_ratio(share)} of the step.",
+        f"Fused kernels save up to {format_ns(kernels.fusable_ns)} a step.",
+        f"{why} Elementwise kernels run one after the other on the same data. One kernel for each "
+        f"such run saves up to {format_ns(kernels.fusable_ns)} of {format_ns(kernels.step_ns)}, "
+        f"most of it {place} in {most.phase}. {reached} {exposed}",
         (
-            "Make compute faster: torch.compile, bfloat16, less recomputation.",
+            "Compile the blocks (torch.compile), or use fused kernels for norms, activations and "
+            "the loss.",
             _say_plan_gain(facts),
         ),
+    )
+
+
+def _say_peak(kernels: Kernels) -> str:
+    """The share of the peak that the profiled steps reach, or why it is unknown."""
+    if kernels.peak_ratio is not None:
+        return (
+            f"The profiled steps reach {format_ratio(kernels.peak_ratio)} of the peak "
+            f"({kernels.peak_source})."
+        )
+    reason = "the trace has no shapes" if kernels.flops is None else "its rate is not known"
+    return f"The share of the device's peak is unknown, because {reason}."
+
+
+def _advise_kernels(kernels: Kernels) -> str:
+    """Name the kind of compute that takes most time, or state that nothing is worth a change."""
+    if kernels.peak_ratio is not None and kernels.peak_ratio >= GOOD_PEAK_RATIO:
+        return "Nothing here is worth changing: compute is close to what trainings reach."
+    computing = [cost for cost in kernels.kinds if cost.compute_ratio is not None]
+    if not computing:
+        return "Make compute faster: torch.compile, bfloat16, less recomputation."
+    first = computing[0]
+    return (
+        f"The largest part is {first.kind}: {format_ratio(first.compute_ratio)} of compute. Make "
+        "it faster: bfloat16, larger matrices, less recomputation."
     )
 
 
@@ -635,18 +745,87 @@ def _say_plan_gain(facts: StepFacts) -> str:
 
 
 def _phrase_collection(facts: StepFacts) -> Words:
+    stop = facts.stop
+    if stop is not None and stop.what == COLLECTION and stop.duration_ns > facts.collection_ns:
+        alone = f" on rank {stop.rank}" if stop.is_alone else ""
+        time = f"{format_ns(stop.duration_ns)} a step on average"
+        seen = f"{stop.num_steps} of {stop.out_of} steps have a collection"
+        return (
+            f"Python's garbage collection takes {_ratio(facts, stop.duration_ns)} of the "
+            f"step{alone}.",
+            f"Collections on rank {stop.rank} take {time}.",
+            f"Collections of garbage stop rank {stop.rank} for {time}, and the other ranks wait "
+            f"for it: {seen}. Most time: {shorten_place(stop.place) or 'unknown line'}.",
+            _COLLECTIONS,
+        )
     return (
         f"Python's garbage collection takes {_ratio(facts, facts.collection_ns)} of the step.",
         f"Collections stop the training thread for {format_ns(facts.collection_ns)} a step"
         f"{_on_rank(facts)}.",
         f"Collections of garbage stop the training thread for "
         f"{_of_step(facts, facts.collection_ns)}.",
+        _COLLECTIONS,
+    )
+
+
+_COLLECTIONS = (
+    "Call gc.freeze() after the model is built, then gc.disable(), and gc.collect() on all "
+    "ranks in the same step, such as every 1,000 steps.",
+    "Remove gc.collect() from the step, if the script calls it.",
+)
+
+
+def _idle(stop: HostStopCost) -> str:
+    """`, 3.10 ms idle`; empty if the idle time after the calls is unknown."""
+    return "" if stop.idle_ns is None else f", {format_ns(stop.idle_ns)} idle"
+
+
+def _calls(stop: HostStopCost) -> str:
+    """The calls of a step: `2,000`, or `0.4` if most steps have none."""
+    return f"{round(stop.count):,}" if stop.count >= 10 else f"{stop.count:.2g}"
+
+
+def _phrase_host_stop(facts: StepFacts) -> Words:
+    stop = facts.stop
+    assert stop is not None
+    share, place = _ratio(facts, stop.duration_ns), shorten_place(stop.place)
+    at = f" at {place}" if place else ""
+    rank = f" on rank {stop.rank}" if stop.is_alone else ""
+    often = f"{stop.num_steps} of {stop.out_of} steps have one."
+    time = f"{format_ns(stop.duration_ns)} a step"
+    if stop.what == COMPILATION:
+        guard = f" The guard that failed: {stop.reason.splitlines()[0]}." if stop.reason else ""
+        return (
+            f"Recompilations take {share} of the step{rank}.",
+            f"torch.compile compiles{at} again: {time} on average.",
+            f"torch.compile compiles{at} again, for {time} on average; {often}{guard}",
+            (
+                "Keep shapes and Python values constant, or mark them: dynamic=True, "
+                "torch._dynamo.mark_dynamic(tensor, dim).",
+                "Run with TORCH_LOGS=recompiles to see each failed guard.",
+            ),
+        )
+    inside = "" if stop.fqn is None else f" in {format_unit(stop.fqn)}"
+    what = stop.what if "(" in stop.what else capitalize(stop.what)
+    return (
+        f"{what}{at} takes {share} of the step{rank}.",
+        f"{_calls(stop)} calls a step{inside} take {format_ns(stop.duration_ns)}.",
+        f"{_calls(stop)} calls a step of {stop.what}{at}{inside} take {time}. On a device each "
+        "of them also waits for all work before it.",
         (
-            "Call gc.freeze() after the model is built, then gc.disable(), and gc.collect() on all "
-            "ranks in the same step, such as every 1,000 steps.",
-            "Remove gc.collect() from the step, if the script calls it.",
+            _REMEDIES.get(
+                stop.what, "Keep the value on the device, and read it once every N steps."
+            ),
+            "Read values that are only logged in few steps, after the optimizer's step.",
         ),
     )
+
+
+_REMEDIES = {
+    BOOLEAN_MASK: "Select by sorted indices, or multiply by the mask: its size is then known "
+    "without reading values.",
+    PRINTED: "Print few values, in few steps, after the optimizer's step.",
+}
 
 
 def _phrase_between(facts: StepFacts) -> Words:
@@ -749,6 +928,7 @@ _WORDS: dict[Limit, Callable[[StepFacts], Words]] = {
     Limit.SLOW_GROUP: _phrase_slow_group,
     Limit.COMMUNICATION: _phrase_communication,
     Limit.COLLECTION: _phrase_collection,
+    Limit.HOST_STOP: _phrase_host_stop,
     Limit.BETWEEN: _phrase_between,
     Limit.RECOMPUTE: _phrase_recomputation,
     Limit.FIRST_GATHER: _phrase_first_gather,

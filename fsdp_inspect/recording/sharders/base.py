@@ -213,6 +213,8 @@ def wrap_model_forward(
         session.enter_forward(mark, grad_enabled=torch.is_grad_enabled(), key=key())
         if session.checks is not None and not session.checks.is_over:
             session.checks.note_inputs(args, kwargs)
+        if session.stops is not None:
+            session.stops.note_inputs(args, kwargs)
         if session.watches_memory:
             memory.inputs(args, kwargs)
             memory.sample(MemoryPoint.FORWARD_START)

@@ -1,0 +1,42 @@
+"""Read what torch.compile compiled: the function, the time, and the guard that failed."""
+
+import sys
+from typing import Any, NamedTuple
+
+_UTILS = "torch._dynamo.utils"
+
+
+class Compilation(NamedTuple):
+    """One compilation of a frame."""
+
+    place: str
+    """The compiled function, `file:line`."""
+    duration_ns: int
+    reason: str
+    """The guard that failed; empty: the first compilation, or unknown."""
+
+
+def read_compilations(last: Any) -> tuple[list[Compilation], Any]:
+    """The compilations after the last known one, and the new last one.
+
+    torch keeps the last 64 (torch 2.13, `torch/_dynamo/utils.py`: `get_compilation_metrics`); an
+    older torch keeps none.
+
+    Args:
+        last: What the previous call returned; None: nothing is known.
+    """
+    read = getattr(sys.modules.get(_UTILS), "get_compilation_metrics", None)
+    new: list[Compilation] = []
+    kept = [] if read is None else read()
+    for each in reversed(kept):
+        if each is last:
+            break
+        new.insert(0, _describe(each))
+    return new, kept[-1] if kept else last
+
+
+def _describe(metrics: Any) -> Compilation:
+    file, line = getattr(metrics, "co_filename", None), getattr(metrics, "co_firstlineno", None)
+    seconds = getattr(metrics, "entire_frame_compile_time_s", None) or 0.0
+    reason = str(getattr(metrics, "recompile_reason", None) or "")
+    return Compilation(f"{file}:{line}" if file else "", max(round(seconds * 1e9), 0), reason)

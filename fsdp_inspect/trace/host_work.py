@@ -1,0 +1,78 @@
+"""Define what stops a rank's host, by line, and the size of its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from fsdp_inspect.trace.codes import NO_UNIT, Phase
+from fsdp_inspect.trace.records import Amount, Index, Record
+
+COLLECTION = "garbage collection"
+COMPILATION = "compilation"
+BOOLEAN_MASK = "boolean mask"
+PRINTED = "printing a tensor"
+MOST_BATCHES = 256
+"""Steps whose batches are kept: the last ones."""
+
+Text = Annotated[str, Field(max_length=1000)]
+
+
+class HostStop(Record):
+    """Calls of one kind at one line: they read a tensor's value, or stop Python."""
+
+    what: Text
+    """`.item()`, `.cpu()`, `BOOLEAN_MASK`, `COLLECTION`, `COMPILATION`, ..."""
+    place: Text = ""
+    """The user's line, `file:line`; empty: unknown."""
+    phase: Annotated[int, Field(ge=0, le=int(max(Phase)))] = int(Phase.OUTSIDE)
+    unit: Annotated[int, Field(ge=NO_UNIT)] = NO_UNIT
+    """The innermost unit on the host's stack; -1: none."""
+    count: Amount
+    num_steps: Amount
+    """The steps with at least one of them."""
+    duration_ns: Amount
+    """Time inside the calls."""
+    idle_ns: Amount | None = None
+    """Time after the calls in which the device has no work; None: unknown."""
+    reason: Text = ""
+    """Of a compilation: the guard that failed."""
+
+
+class BatchWork(Record):
+    """The inputs of the model in one step, over its microbatches."""
+
+    step: Index
+    size: Amount
+    """Tokens: elements of the first input of whole numbers; of other inputs, samples."""
+    is_tokens: bool
+    used: Amount | None = None
+    """Elements that an attention mask on the host selects; None: there is no such mask."""
+    longest: Amount = 0
+    """The longest sequence; 0: inputs of one dimension."""
+
+
+class HostActivity(Record):
+    """What a rank's host did besides computing, in its timed and detailed steps."""
+
+    num_steps: Amount = 0
+    num_read_steps: Amount = 0
+    """The steps of these in which reads of values were watched."""
+    stops: list[HostStop] = Field(default_factory=list)
+    sees_reads: bool = False
+    """Whether reads of values were watched: not under torch.compile."""
+    batches: list[BatchWork] = Field(default_factory=list)
+    num_threads: Amount = 0
+    """Threads of torch's operators; 0: unknown."""
+    num_cores: Amount = 0
+    """Cores on which the process may run; 0: unknown."""
+
+    def with_units(self, numbers: Sequence[int]) -> HostActivity:
+        """The same with other numbers of the units; `numbers` has one for each old number."""
+        stops = [
+            stop.model_copy(update={"unit": numbers[stop.unit] if stop.unit >= 0 else NO_UNIT})
+            for stop in self.stops
+        ]
+        return self.model_copy(update={"stops": stops})
