@@ -210,16 +210,17 @@ def test_the_keeper_ends_when_it_is_asked_to(tmp_path: Path, group: dist.Process
     assert decode((tmp_path / "black_box.bin").read_bytes()).header.ended_unix_ns == 0
 
 
-def test_a_compiled_frame_is_noticed() -> None:
-    """torch 2.13: `torch._dynamo.utils.counters` counts the frames that dynamo has seen."""
-    torch._dynamo.utils.counters["frames"].clear()
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_frame_is_noticed(fullgraph: bool) -> None:
+    """torch 2.13: `torch._dynamo.utils.counters` counts frames, with `fullgraph` only graphs."""
+    torch._dynamo.utils.counters.clear()
     assert not uses_compile()
 
-    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
+    torch.compile(lambda x: x + 1, backend="eager", fullgraph=fullgraph)(torch.zeros(2))
 
     assert uses_compile()
     torch._dynamo.reset()
-    torch._dynamo.utils.counters["frames"].clear()
+    torch._dynamo.utils.counters.clear()
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from fsdp_inspect.errors import ForecastError, FsdpInspectError, StoreError
 from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
 from fsdp_inspect.recording.memory_steps import is_compiled
 from fsdp_inspect.recording.torch_api.attributes import replace_everywhere
-from fsdp_inspect.recording.torch_api.autograd import num_compiled_frames
+from fsdp_inspect.recording.torch_api.autograd import num_compiled_graphs
 from fsdp_inspect.recording.torch_api.dispatch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -111,10 +111,10 @@ def forecast_memory(  # noqa: PLR0913 - the settings of one forecast
             return *found, notes
 
     try:
-        before = num_compiled_frames()
+        before = num_compiled_graphs()
         target, tracked, notes = follow(compiles=True)
         if is_compiled(target.model):
-            has_run = num_compiled_frames() > before
+            has_run = num_compiled_graphs() > before
             notes.append(COMPILED if has_run else NOT_COMPILED.format("it compiled no region"))
     except ForecastError as error:
         failed = find_compiler_error(error)

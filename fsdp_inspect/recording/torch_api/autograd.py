@@ -118,17 +118,18 @@ def uses_compile() -> bool:
     Functional collectives in a compiled frame are not seen, and a rank whose frame is not compiled
     issues them visibly. The order check leaves them out, so that such ranks do not seem to differ.
     """
-    return _count_frames("total") > 0
+    return num_compiled_graphs() > 0 or _count("frames", "total") > 0
 
 
-def num_compiled_frames() -> int:
-    """The number of frames that torch.compile has compiled without an error in this process."""
-    return _count_frames("ok")
+def num_compiled_graphs() -> int:
+    """The number of graphs that torch.compile has made in this process."""
+    return _count("stats", "unique_graphs")
 
 
-def _count_frames(which: str) -> int:
+def _count(group: str, name: str) -> int:
+    """A counter of the compiler. With `fullgraph=True`, torch 2.13 does not count frames."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if utils is None else int(utils.counters["frames"][which])
+    return 0 if utils is None else int(utils.counters[group][name])
 
 
 def forget_compiled_code() -> None:
