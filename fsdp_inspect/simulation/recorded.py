@@ -349,8 +349,8 @@ def expect_simulated_sharder(manifest: RunManifest) -> None:
     if sharder.why_not_simulated is not None:
         raise MissingDataError(
             f"Run {manifest.run_id!r} cannot be simulated: it uses {sharder.title}. "
-            f"{sharder.why_not_simulated} Expected units of fully_shard (FSDP2). `fsdp-inspect show "
-            "RUN exposed` shows the measured waits."
+            f"{sharder.why_not_simulated} Expected units of fully_shard (FSDP2). `fsdp-inspect "
+            "show RUN exposed` shows the measured waits."
         )
 
 
