@@ -373,7 +373,7 @@ def _say_gain(plan: PlanAdvice) -> str:
     most_ns = sum(each.saved_high_ns for each in plan.suggestions)
     most_ns -= (len(plan.suggestions) - 1) * plan.busy_ns
     low, high = (100 * value / plan.replayed_step_ns for value in (surely_ns, most_ns))
-    spread = f"{100 * ratio:.1f}% of the step (predicted: {low:.1f}% to {max(high, low):.1f}%)"
+    spread = f"{low:.1f}% to {max(high, low):.1f}%"
     if surely_ns <= 0:
-        return f"No change surely saves time. The best plan may save {spread}."
-    return f"The recommended plan saves {spread}."
+        return f"No change surely saves time: predicted {100 * ratio:.1f}% ({spread})."
+    return f"The recommended plan saves {100 * ratio:.1f}% of the step (predicted: {spread})."
