@@ -139,6 +139,12 @@ def test_search_without_a_match_says_so(open_app, runs_folder):
     assert "No run matches." in read(app)
 
 
+def test_the_fastest_run_is_one_among_runs_of_its_model(open_app):
+    text = read(open_app(SAMPLES))
+    assert "Fastest run: `async-prefetch-2-ranks`" in text
+    assert "of its model" in text
+
+
 def test_an_empty_folder_says_how_to_record(open_app, tmp_path):
     app = open_app(tmp_path)
     assert "No run found." in read(app)
