@@ -79,9 +79,9 @@ def format_ratio(value: float | None) -> str:
     return MISSING if value is None else _percent(value)
 
 
-def format_times(factor: float) -> str:
+def format_times(factor: float, unit: str = "x") -> str:
     """Format a factor: `75.5x`, `2,000x`."""
-    return f"{factor:,.{num_decimals(factor)}f}x"
+    return f"{factor:,.{num_decimals(factor)}f}{unit}"
 
 
 def num_decimals(value: float) -> int:

@@ -28,12 +28,27 @@ if TYPE_CHECKING:
 _FIGURES = "fsdp_inspect.report.figures"
 """The module that draws results. It loads at the first `plot()`, because it imports plotly."""
 _MOST_ROWS_IN_HTML = 50
+_SENTENCES = ("sentence", "headline", "answer")
+"""The names of the attribute with the verdict of a result."""
 
 
 class Result:
     """A result about a run, with numbers as attributes."""
 
     __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        """Keep `dataclass` from replacing `__repr__`, which would print all rows."""
+        cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        """The verdict of the result, or else the number of its rows."""
+        named = getattr(self, "verdict", None), self
+        sentences = (getattr(each, name, None) for each in named for name in _SENTENCES)
+        text = next((each for each in sentences if isinstance(each, str) and each), "")
+        if not text and isinstance(self, TableResult):
+            text = f"{len(self.rows())} rows, see to_pandas()"
+        return f"<{type(self).__name__}: {text or 'see to_dict()'}>"
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as dictionaries, lists, text and numbers, as `--json` prints them.

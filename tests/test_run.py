@@ -133,3 +133,18 @@ def test_the_api_imports_neither_torch_nor_streamlit_nor_plotly() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_representation_of_a_result_is_its_verdict(run: Run) -> None:
+    summary = run.summary()
+    assert repr(summary) == f"<Summary: {summary.verdict.sentence}>"
+    units = run.units()
+    assert repr(units) == f"<UnitCosts: {len(units.rows())} rows, see to_pandas()>"
+    assert max(len(repr(getattr(run, name)())) for name in (*TABLES, "diagnose")) < 300
+
+
+def test_advice_lists_its_changes() -> None:
+    advice = fi.open_run(SAMPLES[0]).advise()
+    assert advice.plan is not None
+    assert advice.changes == list(advice.plan.suggestions)
+    assert repr(advice) == f"<Advice: {advice.answer}>"

@@ -15,10 +15,12 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 from streamlit.elements.lib.column_types import ColumnConfig
 
+from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import MISSING, num_decimals
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.wording import format_metric
+from fsdp_inspect.results import Result
 from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.page_sheet import (
     SheetCode,
@@ -138,6 +140,7 @@ def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, mos
     alt: str,
     note: str,
     on_click: Callable[[Click], None] | None = None,
+    result: Callable[[], Result] | None = None,
 ) -> None:
     """A chart with its table and CSV.
 
@@ -149,9 +152,12 @@ def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, mos
         alt: The chart in one sentence, for screen readers.
         note: How the numbers were obtained; the tooltip of the title.
         on_click: As for `show_chart`.
+        result: Returns the result whose figure **Explore** opens; None: there is no such figure.
     """
     with show_card(title, key=key, note=note) as header:
         with header:
+            if result is not None:
+                show_explore_button(result, key=key, title=title)
             show_table_button(frame, key=key, alt=title)
         show_chart(chart, key=key, alt=alt, on_click=on_click)
 
@@ -183,6 +189,31 @@ def show_card(title: str, *, key: str, note: str = "") -> Iterator[DeltaGenerato
         yield header
         if note:
             page_sheet().add(SheetText(plain(note), is_note=True))
+
+
+def show_explore_button(result: Callable[[], Result], *, key: str, title: str) -> None:
+    """A button that opens the Plotly figure of a result: zoom, values, legend, PNG.
+
+    Args:
+        result: Returns the result; called when the dialog opens, because Plotly takes seconds.
+        key: Unique on the page.
+        title: The title of the dialog.
+    """
+    if st.button("Explore", type="tertiary", icon=":material/zoom_in:", key=f"explore-{key}"):
+        _explore(result, key, title)
+
+
+def _explore(result: Callable[[], Result], key: str, title: str) -> None:
+    @st.dialog(plain(title), width="large")
+    def show() -> None:
+        try:
+            figure = result().plot()
+        except FsdpInspectError as error:
+            st.info(plain(str(error)))
+            return
+        st.plotly_chart(figure, key=f"figure-{key}", width="stretch")
+
+    show()
 
 
 def show_table_button(

@@ -137,7 +137,7 @@ _REST = palette.MEMORY_LOOKS["unattributed"]
 HELD_LOOKS = {
     Held.RESTING.label: Look("sharded parameters, optimizer state", _RESTING.colour, _RESTING.ink),
     Held.REST.label: Look("inputs, buffers, other", _REST.colour, _REST.ink),
-    Held.SHARDED_PARAMETER.label: Look("kept in smaller groups", "#6D73E5", "#111418"),
+    Held.SHARDED_PARAMETER.label: palette.KEPT_IN_GROUPS,
     **{
         held.label: palette.MEMORY_LOOKS[held.label]
         for held in Held

@@ -108,6 +108,11 @@ class Advice(Result):
         return self.plan.fastest.plan if self.plan is not None else None
 
     @property
+    def changes(self) -> list[Suggestion]:
+        """The changes of the plan, in the order in which they apply; empty: change nothing."""
+        return [] if self.plan is None else list(self.plan.suggestions)
+
+    @property
     def best(self) -> Proposal | None:
         """The fastest plan with its predicted effect; None: the run cannot be simulated."""
         return self.plan.fastest if self.plan is not None else None
@@ -365,9 +370,10 @@ def _say_gain(plan: PlanAdvice) -> str:
     # Each gain alone is uncertain by the time without a core, and so are all gains together.
     surely_ns = sum(each.saved_low_ns for each in plan.suggestions)
     surely_ns += (len(plan.suggestions) - 1) * plan.busy_ns
+    most_ns = sum(each.saved_high_ns for each in plan.suggestions)
+    most_ns -= (len(plan.suggestions) - 1) * plan.busy_ns
+    low, high = (100 * value / plan.replayed_step_ns for value in (surely_ns, most_ns))
+    spread = f"{low:.1f}% to {max(high, low):.1f}%"
     if surely_ns <= 0:
-        return f"The recommended plan may save {100 * ratio:.1f}% of the step, or nothing."
-    if surely_ns < plan.fastest.saved_ns / 2:
-        surely = surely_ns / plan.replayed_step_ns
-        return f"The recommended plan saves at least {100 * surely:.1f}% of the step (predicted)."
-    return f"The recommended plan saves {100 * ratio:.1f}% of the step time (predicted)."
+        return f"No change surely saves time: predicted {100 * ratio:.1f}% ({spread})."
+    return f"The recommended plan saves {100 * ratio:.1f}% of the step (predicted: {spread})."

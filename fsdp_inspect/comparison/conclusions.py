@@ -44,6 +44,8 @@ from fsdp_inspect.formatting import (
 from fsdp_inspect.metrics import find_metric
 
 _SHARE_OF_A_REASON = 0.25
+_AS_FAST = 0.5
+"""From this fraction of saved step time on, a difference is a factor: 2 times as fast."""
 """A part explains a change if it makes up at least this fraction of it."""
 _MOST_SETTINGS = 4
 _MOST_PARTS = 4
@@ -198,7 +200,7 @@ def _phrase_step_time(
             f"{times}: {format_signed(judged.change)}. "
             f"{_phrase_why_unknown(evidence, judged, other)}",
         )
-    headline = f"{label} is {_phrase_speed(judged.change)} than {first}."
+    headline = f"{label} {_phrase_speed(judged.change)} {first}."
     if judged.p_value is None:
         missing = _phrase_missing_runs(evidence, judged, other)
         return headline, f"{times}. To test the difference, {missing}."
@@ -206,10 +208,12 @@ def _phrase_step_time(
 
 
 def _phrase_speed(change: float) -> str:
-    """`14.9% faster`, `4.27x slower`: the change of the step time."""
+    """`is 14.9% faster than`, `is 12.9 times as fast as`: the change of the step time."""
     if change >= 1:
-        return f"{format_times(1 + change)} slower"
-    return f"{format_ratio(abs(change))} {'slower' if change > 0 else 'faster'}"
+        return f"takes {format_times(1 + change, ' times')} as long as"
+    if -1 < change <= -_AS_FAST:
+        return f"is {format_times(1 / (1 + change), ' times')} as fast as"
+    return f"is {format_ratio(abs(change))} {'slower' if change > 0 else 'faster'} than"
 
 
 def _phrase_why_unknown(evidence: ConclusionEvidence, judged: Judgement, other: int) -> str:

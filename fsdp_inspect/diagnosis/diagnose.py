@@ -198,6 +198,11 @@ class Diagnosis:
     """The contents of memory at the failure; None: no rank reported an out-of-memory."""
     plans: PlanSearch | None = None
     """The plans that would have fitted; None: there was no out-of-memory, or no search."""
+
+    def __repr__(self) -> str:
+        problem = "" if self.problem is None else f", {self.problem.value}"
+        return f"<Diagnosis: {self.status.value}{problem}>"
+
     race: Issued | None = None
     """An unfinished collective of a background thread, in a process group that the training thread
     uses too: a possible cause of a crash or of a hang in that group. None: there is none, or the

@@ -149,6 +149,7 @@ class Launch:
     def _discover(self) -> None:
         """Wait for a model. The script has imported torch, so importing it here costs nothing."""
         try:
+            import fsdp_inspect.recording.verdict  # noqa: F401 - notes the folder of the start
             from fsdp_inspect.recording.discovery import Discovery
             from fsdp_inspect.recording.start_watch import StartWatch
 

@@ -23,6 +23,10 @@ from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.store.compaction import compact_at_end
 
+_START: Path | None = None
+"""The folder in which the training started, which the script may change later."""
+with contextlib.suppress(OSError):  # the folder may be deleted
+    _START = Path.cwd()
 _TIMEOUT_S = 60.0
 _AT_EXIT_S = 75.0
 """The time that a normal exit waits for the verdict: for the files of other ranks, and to read."""
@@ -30,8 +34,8 @@ _AT_EXIT_S = 75.0
 
 def tell_place(run_folder: Path) -> None:
     """Print the path of a finished recording, and how to open it."""
-    if run_folder.is_relative_to(Path.cwd()):
-        run_folder = run_folder.relative_to(Path.cwd())
+    if _START is not None and run_folder.is_relative_to(_START):
+        run_folder = run_folder.relative_to(_START)
     run, folder = (shlex.quote(str(path)) for path in (run_folder, run_folder.parent))
     print(
         f"fsdp_inspect: recorded in {run_folder}. To see the result: fsdp-inspect show {run}, or "

@@ -104,12 +104,15 @@ class _OneScreen:
 
 
 def _recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
-    """A finding that limits the step, else the first change of the plan, else the first finding."""
+    """A finding that limits the step, else the first change that surely helps, else a finding."""
     limit = next((each for each in advice.findings if each.limits), None)
     if limit is not None:
         return limit, None
-    if advice.plan is not None and advice.plan.suggestions:
-        return None, advice.plan.suggestions[0]
+    plan = advice.plan
+    if plan is not None:
+        for each in plan.suggestions:
+            if each.saved_low_ns > 0 or _exceeds_limit(plan):
+                return None, each
     return next(iter(advice.findings), None), None
 
 

@@ -200,7 +200,7 @@ def plot_step_times(times: StepTimes) -> go.Figure:
         y=[ms(point.step_time_ns) for point in points],
         name="step time",
         mode=line_mode(points),
-        line={"color": NEUTRAL, "width": 2},
+        line={"color": palette.NEUTRAL.colour, "width": 2},
         marker={"size": 5},
         hovertemplate="step %{x}: %{y:.3f} ms<extra></extra>",
     )
@@ -209,10 +209,15 @@ def plot_step_times(times: StepTimes) -> go.Figure:
         y=[ms(point.exposed_ns) for point in points],
         name="of it exposed",
         mode="lines",
-        line={"color": NEUTRAL, "width": 1},
+        line={"color": palette.NEUTRAL.colour, "width": 1},
         fill="tozeroy",
         fillcolor="rgba(0, 0, 0, 0)",
-        fillpattern={"shape": "/", "fgcolor": NEUTRAL, "bgcolor": "rgba(0, 0, 0, 0)", "size": 6},
+        fillpattern={
+            "shape": "/",
+            "fgcolor": palette.NEUTRAL.colour,
+            "bgcolor": "rgba(0, 0, 0, 0)",
+            "size": 6,
+        },
         hovertemplate="step %{x}: %{y:.3f} ms exposed<extra></extra>",
     )
     shade_steps(figure, times.selection.warmup, "warm-up")
@@ -238,7 +243,7 @@ def _draw_spread(figure: go.Figure, spread: Distribution) -> None:
     figure.add_hrect(y0=ms(spread.p10), y1=ms(spread.p90), fillcolor=SHADE, line_width=0)
     figure.add_hline(
         y=ms(spread.typical),
-        line={"color": NEUTRAL, "width": 1, "dash": "dot"},
+        line={"color": palette.NEUTRAL.colour, "width": 1, "dash": "dot"},
         annotation={"text": f"typical {format_ns(spread.typical)}", "font": {"size": 11}},
         annotation_position="top right",
     )
@@ -304,8 +309,6 @@ def plot_alive(peak: PeakMoment, *, most: int) -> go.Figure:
 # The page's theme sets text, grid and background, so a figure is readable in light and in dark
 # mode. Fills are from `palette`. Lines without a kind of time are neutral grey, and exposed time is
 # hatched.
-
-NEUTRAL = "#76889A"
 
 SHADE = "rgba(128, 140, 152, 0.16)"
 

@@ -6,6 +6,9 @@ is not attributed. An exposed wait has the colour of its collective and is hatch
 without colour. Charts of anything else, such as differences or ranks, use grey and the colour of
 the text.
 
+Parts and categories that are next to each other in a bar, or have one other between them, differ by
+at least 20 (CIE76), and by 12 for readers with deuteranopia, protanopia or tritanopia.
+
 All fills have a contrast of at least 3 (WCAG) with the light and the dark page, so one palette
 serves both. `ink` is the colour of text on the fill, with a contrast of at least 4.5.
 """
@@ -27,26 +30,30 @@ class Look:
     hatched: bool = False
 
 
-FORWARD = Look("forward", "#079A58", _BLACK)
-BACKWARD = Look("backward", "#069BA2", _BLACK)
-OPTIMIZER = Look("optimizer", "#D95D9E", _BLACK)
-DATA = Look("data", "#968D08", _BLACK)
-ALL_GATHER = Look("all-gather", "#136FD0", _WHITE)
-REDUCE_SCATTER = Look("reduce-scatter", "#D85A05", _BLACK)
-ALL_REDUCE = Look("all-reduce", "#BD8001", _BLACK)
-OTHER_COLLECTIVE = Look("other collective", "#805FB3", _WHITE)
-COPIES = Look("FSDP copies", "#7C6859", _WHITE)
-OTHER = Look("other", "#81878E", _BLACK)
-BETWEEN_STEPS = Look("between steps", "#8B8E91", _BLACK)
-EXPOSED_ALL_GATHER = Look("exposed all-gather", ALL_GATHER.colour, _WHITE, hatched=True)
-EXPOSED_REDUCE_SCATTER = Look("exposed reduce-scatter", REDUCE_SCATTER.colour, _BLACK, hatched=True)
-EXPOSED_ALL_REDUCE = Look("exposed all-reduce", ALL_REDUCE.colour, _BLACK, hatched=True)
+FORWARD = Look("forward", "#15A160", _BLACK)
+BACKWARD = Look("backward", "#227E90", _WHITE)
+OPTIMIZER = Look("optimizer", "#DA61BA", _BLACK)
+DATA = Look("data", "#A98400", _BLACK)
+ALL_GATHER = Look("all-gather", "#0081EB", _BLACK)
+REDUCE_SCATTER = Look("reduce-scatter", "#C04900", _WHITE)
+ALL_REDUCE = Look("all-reduce", "#C67E00", _BLACK)
+OTHER_COLLECTIVE = Look("other collective", "#995591", _WHITE)
+COPIES = Look("FSDP copies", "#7C675A", _WHITE)
+OTHER = Look("other", "#7B8D8F", _BLACK)
+BETWEEN_STEPS = Look("between steps", "#987D6E", _BLACK)
+EXPOSED_ALL_GATHER = Look("exposed all-gather", ALL_GATHER.colour, ALL_GATHER.ink, hatched=True)
+EXPOSED_REDUCE_SCATTER = Look(
+    "exposed reduce-scatter", REDUCE_SCATTER.colour, REDUCE_SCATTER.ink, hatched=True
+)
+EXPOSED_ALL_REDUCE = Look("exposed all-reduce", ALL_REDUCE.colour, ALL_REDUCE.ink, hatched=True)
 EXPOSED_OTHER = Look(
     "exposed other collective", OTHER_COLLECTIVE.colour, OTHER_COLLECTIVE.ink, hatched=True
 )
-HOST_BOUND = Look("host-bound", "#5F6E7D", _WHITE, hatched=True)
+HOST_BOUND = Look("host-bound", "#6E747B", _WHITE, hatched=True)
 EXPOSED = Look("exposed", "#76889A", _BLACK, hatched=True)
 """Waits for collectives of several kinds together."""
+NEUTRAL = Look("", EXPOSED.colour, EXPOSED.ink)
+"""Data without a kind of time or a category of memory."""
 SHOWN = "var(--ink)"
 """The colour that marks the shown item among others: that of the text."""
 
@@ -79,19 +86,32 @@ def look_of_wait(kind: str, fqn: str | None) -> Look:
 
 
 MEMORY_LOOKS = {
-    "sharded_parameter": Look("sharded parameter", "#6164D5", _WHITE),
-    "unsharded_parameter": Look("unsharded parameter", "#7C84EA", _BLACK),
-    "sharded_gradient": Look("sharded gradient", "#C74150", _WHITE),
-    "unsharded_gradient": Look("unsharded gradient", "#E75E6A", _BLACK),
-    "optimizer_state": Look("optimizer state", "#A153A6", _WHITE),
-    "activation": Look("activation", "#679405", _BLACK),
-    "all_gather_buffer": Look("all-gather buffer", "#62689B", _WHITE),
-    "reduce_scatter_buffer": Look("reduce-scatter buffer", "#975B5D", _WHITE),
-    "buffer": Look("buffer", "#76808A", _BLACK),
-    "input": Look("input", "#099A85", _BLACK),
-    "temporary": Look("temporary", "#0590BA", _BLACK),
-    "outside_allocator": Look("outside allocator", "#6B7075", _WHITE),
-    "unattributed": Look("unattributed", "#81878E", _BLACK),
+    "sharded_parameter": Look("sharded parameter", "#5D5FD8", _WHITE),
+    "unsharded_parameter": Look("unsharded parameter", "#7F85E6", _BLACK),
+    "sharded_gradient": Look("sharded gradient", "#B94257", _WHITE),
+    "unsharded_gradient": Look("unsharded gradient", "#F35763", _BLACK),
+    "optimizer_state": Look("optimizer state", "#8B58AC", _WHITE),
+    "activation": Look("activation", "#689408", _BLACK),
+    "all_gather_buffer": Look("all-gather buffer", "#867CAD", _BLACK),
+    "reduce_scatter_buffer": Look("reduce-scatter buffer", "#8F7D6C", _BLACK),
+    "buffer": Look("buffer", "#3F7472", _WHITE),
+    "input": Look("input", "#229F93", _BLACK),
+    "temporary": Look("temporary", "#6773AA", _WHITE),
+    "outside_allocator": Look("outside allocator", "#716C56", _WHITE),
+    "unattributed": Look("unattributed", "#868891", _BLACK),
 }
 """The look of each memory category: parameters are indigo and gradients red. Unsharded ones are
 lighter, and communication buffers are paler."""
+KEPT_IN_GROUPS = Look("kept in smaller groups", "#6D73E5", _BLACK)
+"""Parameters that a simulated step keeps sharded over fewer ranks."""
+STRIPES = ("#5B6975", "#647587")
+"""The units of a strip, in turn."""
+SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+"""Groups of runs: the colours of Okabe and Ito."""
+CIVIDIS = (
+    *("#00224E", "#123570", "#3B496C", "#575D6D", "#707173"),
+    *("#8A8678", "#A59C74", "#C3B369", "#E1CC55", "#FEE838"),
+)
+"""Ten colours of a map, from low to high, which are readable with colour blindness."""
+DARK, LIGHT = _BLACK, _WHITE
+"""Text on a colour of a map."""

@@ -350,7 +350,7 @@ def expect_simulated_sharder(manifest: RunManifest) -> None:
         raise MissingDataError(
             f"Run {manifest.run_id!r} cannot be simulated: it uses {sharder.title}. "
             f"{sharder.why_not_simulated} Expected units of fully_shard (FSDP2). `fsdp-inspect "
-            "exposed` shows the measured waits."
+            "show RUN exposed` shows the measured waits."
         )
 
 

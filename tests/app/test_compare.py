@@ -1,6 +1,7 @@
 """The Compare page: differences first, with the library's numbers, for any runs."""
 
 import dataclasses
+import json
 import re
 import shutil
 
@@ -20,6 +21,7 @@ from fsdp_inspect.comparison.differences import UnitMeasure, find_unit_changes
 from fsdp_inspect.report.html import read_comparison, render_comparison_page
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
+from tests import builders
 from tests.app.conftest import HOSTILE_UNIT, start_app
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
 from tests.app.test_pages import charts_of, read
@@ -144,6 +146,23 @@ def test_without_an_address_the_chosen_run_stands_against_one_of_its_model(open_
     assert not app.exception
     assert "after" in (app.selectbox(key="baseline").value, *app.multiselect(key="with").value)
     assert app.query_params["with"]
+
+
+def test_a_crashed_run_is_no_default_baseline(open_app, tmp_path):
+    for number, name in enumerate(("old", "crashed", "new")):
+        builders.write_run(builders.steady_run(run_id=name), tmp_path / name)
+        manifest = json.loads((tmp_path / name / "run.json").read_text())
+        manifest.pop("crc32", None)
+        manifest["created_unix_ns"] = 1 + number
+        (tmp_path / name / "run.json").write_text(json.dumps(manifest))
+    for path in (tmp_path / "crashed").rglob("rank.json"):
+        record = json.loads(path.read_text())
+        record.pop("crc32", None)
+        path.write_text(json.dumps({**record, "status": "failed"}))
+    assert open_run(tmp_path / "crashed").status == "failed"
+    app = open_app(tmp_path, "compare", run="new")
+    assert not app.exception
+    assert app.selectbox(key="baseline").value == "old"
 
 
 def test_the_baseline_of_the_page_runs_is_the_baseline(open_app, folder):

@@ -18,8 +18,12 @@ NAMES = re.compile(r"`[^`]*`")
 
 
 def numbers_of(headline: str) -> list[str]:
-    """The quantities of a headline; a part and its whole (`46 ms of 368 ms`) are one."""
-    return re.findall(rf"{_NUMBER}(?: of {_NUMBER})?", headline)
+    """The quantities of a headline; a part and its whole (`46 ms of 368 ms`) are one.
+
+    So are an estimate and its range in parentheses.
+    """
+    estimates = re.sub(rf" \((?:predicted: )?-?{_NUMBER} to -?{_NUMBER}\)", "", headline)
+    return re.findall(rf"{_NUMBER}(?: of {_NUMBER})?", estimates)
 
 
 def without_names(headline: str, names) -> str:
@@ -37,6 +41,7 @@ def without_names(headline: str, names) -> str:
         ("Predicted: 110 ms a step, 5.2% less than with the recorded plan.", 2),
         ("7 runs. Fastest: tiny-2-ranks, 122 ms per step.", 1),
         ("Peak 26.4 MiB on rank 1.", 1),
+        ("The recommended plan saves 29.1% of the step (predicted: -2.1% to 51.7%).", 1),
     ],
 )
 def test_numbers_are_counted(headline, expected):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_inspect.comparison import conclusions
 from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.comparison.differences import UnitMeasure, find_unit_changes
 from fsdp_inspect.comparison.noise import NoiseVerdict
@@ -317,3 +318,16 @@ def test_a_setting_is_named_on_the_slower_side_if_it_can_lengthen_the_longer_par
         assert named.startswith(f"Settings of {label} that can lengthen exposed all-gather: ")
         assert "reshard_after_forward=True: backward gathers" in named
         assert "optimizer" not in named
+
+
+@pytest.mark.parametrize(
+    ("change", "phrase"),
+    [
+        (-0.922, "is 12.8 times as fast as"),
+        (-0.149, "is 14.9% faster than"),
+        (0.2, "is 20% slower than"),
+        (3.27, "takes 4.27 times as long as"),
+    ],
+)
+def test_a_large_difference_is_a_factor(change, phrase):
+    assert conclusions._phrase_speed(change) == phrase

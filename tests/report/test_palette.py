@@ -1,7 +1,8 @@
 """The palette's contrasts and hues, computed as WCAG 2.2 and CSS Color 4 (OKLCH) define them."""
 
 import math
-from itertools import combinations, product
+import re
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import fsdp_inspect_app
@@ -15,6 +16,7 @@ KINDS = (*LOOKS, palette.OTHER, palette.EXPOSED)
 MEMORY = (*palette.MEMORY_LOOKS.values(), *HELD_LOOKS.values())
 PAGES = ("#ffffff", "#f7f8fa", "#f4f6f8", "#12161b", "#171c22", "#1c2229")
 """Backgrounds of the dashboard and the report."""
+ROOT = Path(__file__).parents[2]
 LEAST_HUES_APART = 20
 GREY = 0.035
 """The highest chroma of a grey, which has no hue to tell apart."""
@@ -91,3 +93,62 @@ def test_the_pages_are_those_of_the_theme():
     theme = (Path(fsdp_inspect_app.__file__).parent / ".streamlit/config.toml").read_text()
     written = [line.split('"')[1] for line in theme.splitlines() if "ackgroundColor =" in line]
     assert set(written) <= {*PAGES}
+
+
+DEFICIENCIES = {
+    "normal vision": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "deuteranopia": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "protanopia": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "tritanopia": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
+}
+"""Linear RGB as dichromats see it: Machado, Oliveira and Fernandes (2009), severity 1."""
+
+
+def seen(colour, vision):
+    """CIE L*a*b* (D65) of a colour, as this vision sees it."""
+    given = linear(colour)
+    rgb = [sum(a * b for a, b in zip(row, given, strict=True)) for row in DEFICIENCIES[vision]]
+    red, green, blue = (min(max(value, 0), 1) for value in rgb)
+    x = (0.4124564 * red + 0.3575761 * green + 0.1804375 * blue) / 0.95047
+    y = 0.2126729 * red + 0.7151522 * green + 0.0721750 * blue
+    z = (0.0193339 * red + 0.1191920 * green + 0.9503041 * blue) / 1.08883
+    x, y, z = (
+        math.cbrt(value) if value > 216 / 24389 else (24389 / 27 * value + 16) / 116
+        for value in (x, y, z)
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_lab_of_red_is_the_published_one():
+    assert seen("#ff0000", "normal vision") == pytest.approx((53.24, 80.09, 67.20), abs=0.02)
+
+
+@pytest.mark.parametrize("vision", DEFICIENCIES)
+@pytest.mark.parametrize(
+    "looks", [palette.PART_LOOKS, palette.MEMORY_LOOKS], ids=["time", "memory"]
+)
+def test_neighbours_in_a_bar_differ_for_every_vision(looks, vision):
+    order = list(looks.values())
+    pairs = [*pairwise(order), *zip(order, order[2:], strict=False)]
+    least = 20 if vision == "normal vision" else 12
+    for one, other in pairs:
+        apart = math.dist(seen(one.colour, vision), seen(other.colour, vision))
+        assert apart >= least, (one.label, other.label, apart)
+
+
+def test_colours_stand_in_one_module():
+    places = [*(ROOT / "fsdp_inspect").rglob("*.py"), *(ROOT / "app").rglob("*.py")]
+    found = {path.name for path in places if re.search(r"\"#[0-9A-Fa-f]{6}\"", path.read_text())}
+    assert found == {"palette.py"}

@@ -148,7 +148,7 @@ def test_selective_checkpointing_is_refused_with_the_command_that_tells_it():
     wanted = block_plan().model_copy(
         update={"checkpointing": Checkpointing(selective=("layers.0",))}
     )
-    with pytest.raises(MissingDataError, match="forecast --set checkpointing=selective"):
+    with pytest.raises(MissingDataError, match="plan memory --set checkpointing=selective"):
         make_scenario(work, manifest, wanted, NETWORK)
 
 

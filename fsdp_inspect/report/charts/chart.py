@@ -12,9 +12,6 @@ from typing import Any
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report.palette import Look
 
-NEUTRAL = Look("", "#76889A", "#111418")
-"""The look of everything that is no kind of time or memory."""
-
 
 @dataclass(frozen=True, slots=True)
 class Chart:

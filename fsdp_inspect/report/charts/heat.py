@@ -9,12 +9,8 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report.charts.chart import Chart, draw_list, percent, text, unit_of
+from fsdp_inspect.report.palette import CIVIDIS, DARK, LIGHT
 
-CIVIDIS = (
-    *("#00224E", "#123570", "#3B496C", "#575D6D", "#707173"),
-    *("#8A8678", "#A59C74", "#C3B369", "#E1CC55", "#FEE838"),
-)
-"""Ten colours of Cividis, which is readable with colour blindness, from low to high."""
 _DARK_INK_FROM = 0.5
 _MOST_LABELS = 12
 _MOST_LETTERS = 70
@@ -118,7 +114,7 @@ def _texts(heat: HeatMap, size: float, suffix: str) -> Iterator[str]:
     for (row, column), value in np.ndenumerate(heat.values):
         if not np.isnan(value):
             share = (value - heat.low) / ((heat.high - heat.low) or 1)
-            ink = "#111418" if share > _DARK_INK_FROM else "#FFFFFF"
+            ink = DARK if share > _DARK_INK_FROM else LIGHT
             yield (
                 f'<span class="chart-cell" style="left:{percent((column + 0.5) / num_columns)}%;'
                 f'top:{percent((row + 0.5) / num_rows)}%;color:{ink}">'

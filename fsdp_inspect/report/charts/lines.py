@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from fsdp_inspect.formatting import find_spans
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report.charts.chart import (
-    NEUTRAL,
     Chart,
     Tick,
     draw_list,
@@ -24,6 +23,7 @@ from fsdp_inspect.report.charts.chart import (
     text,
     unit_of,
 )
+from fsdp_inspect.report.palette import NEUTRAL
 
 MOST_POINTS = 2000
 """Of one line: more would lie in the same column of pixels."""

@@ -20,9 +20,9 @@ from fsdp_inspect.formatting import (
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, stack
-from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
+from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Line, Lines, draw_lines, shade
-from fsdp_inspect.report.palette import Look
+from fsdp_inspect.report.palette import NEUTRAL, Look
 from fsdp_inspect.trace.codes import StepPart
 
 _LABELLED_RATIO = 0.05

@@ -5,7 +5,7 @@ import pytest
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, stack
-from fsdp_inspect.report.charts.chart import NEUTRAL
+from fsdp_inspect.report.palette import NEUTRAL
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 

@@ -22,11 +22,11 @@ from fsdp_inspect.report.charts.results import (
 from tests.app.synthetic import make_run
 
 FIXED = {
-    palette.ALL_GATHER: "#136FD0",
-    palette.REDUCE_SCATTER: "#D85A05",
-    palette.FORWARD: "#079A58",
-    palette.BACKWARD: "#069BA2",
-    palette.OPTIMIZER: "#D95D9E",
+    palette.ALL_GATHER: "#0081EB",
+    palette.REDUCE_SCATTER: "#C04900",
+    palette.FORWARD: "#15A160",
+    palette.BACKWARD: "#227E90",
+    palette.OPTIMIZER: "#DA61BA",
 }
 
 

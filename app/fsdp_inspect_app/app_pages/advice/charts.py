@@ -9,9 +9,9 @@ import pandas as pd
 
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
+from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Line, Lines, PlaceAxis, draw_lines
-from fsdp_inspect.report.palette import SHOWN
+from fsdp_inspect.report.palette import NEUTRAL, SHOWN
 from fsdp_inspect.report.verification import RULINGS
 from fsdp_inspect.report.wording import format_change
 from fsdp_inspect.result_types import PlanAdvice, VerifiedPrediction

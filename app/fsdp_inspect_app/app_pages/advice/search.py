@@ -1,11 +1,13 @@
 """Search for plans once per run and request, with progress on the page."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import fields
 
 import streamlit as st
 
+from fsdp_inspect import Run
 from fsdp_inspect.result_types import Advice, AdviceRequest, RunEntry
 from fsdp_inspect_app import loading
 
@@ -23,11 +25,38 @@ def advice_of(entry: RunEntry, request: AdviceRequest) -> Advice:
     if not memo:
         place = st.empty()
         say = _every_so_often(lambda count: place.caption(f"Simulating plans: {count} so far"))
-        given = {field.name: getattr(request, field.name) for field in fields(request)}
-        limit = given.pop("memory_limit")
-        memo.append(loading.open_entry(entry).advise(limit, on_progress=say, **given))
+        memo.append(_ask(loading.open_entry(entry), request, say))
         place.empty()
     return memo[0]
+
+
+def search_in_background(entry: RunEntry, run: Run) -> str | None:
+    """Start the search with the default request, once; returns its error, if it has failed."""
+    request = default_request(entry)
+    memo = _memo(str(entry.path), loading.contents_of(entry), request)
+    state = _searches(str(entry.path), loading.contents_of(entry))
+    if not memo and not state:
+        state.append("")
+
+        def search() -> None:
+            try:
+                memo.append(_ask(run, request, lambda _: None))
+            except Exception as error:  # the page shows it
+                state[0] = f"The search for a change failed: {error}"
+
+        threading.Thread(target=search, name="search", daemon=True).start()
+    return state[0] if state else None
+
+
+@st.cache_resource(max_entries=128, show_spinner=False)
+def _searches(path: str, contents: tuple[int, int]) -> list[str]:
+    """Empty, or the error of the search that was started; empty text: it has not failed."""
+    return []
+
+
+def _ask(run: Run, request: AdviceRequest, on_progress: Callable[[int], object]) -> Advice:
+    given = {field.name: getattr(request, field.name) for field in fields(request)}
+    return run.advise(given.pop("memory_limit"), on_progress=on_progress, **given)
 
 
 def known_advice(entry: RunEntry) -> Advice | None:

@@ -11,8 +11,8 @@ import pandas as pd
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars
-from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
-from fsdp_inspect.report.palette import SHOWN, Look
+from fsdp_inspect.report.charts.chart import Chart
+from fsdp_inspect.report.palette import NEUTRAL, SHOWN, Look
 from fsdp_inspect.report.wording import describe_judgement, format_change, format_metric
 from fsdp_inspect.result_types import (
     CategoryComparison,

@@ -15,7 +15,7 @@ from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.html import ComparisonContents, render_comparison_page
 from fsdp_inspect.result_types import Comparison, RunEntry, RunManifest, Side, UnitMeasure
-from fsdp_inspect.trace.run import TableOrigin
+from fsdp_inspect.trace.run import RunStatus, TableOrigin
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.app_pages.compare.charts import (
     draw_memory_changes,
@@ -170,7 +170,7 @@ def _suggest(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
     """Compare the chosen run with the baseline that was set on the page Runs.
 
     Without a baseline, compare it with the last earlier run of the same model, or the next later
-    one.
+    one. A run that crashed is never the baseline.
     """
     names = list(entries)
     chosen = st.session_state.get(RUN_KEY, names[0])
@@ -180,12 +180,24 @@ def _suggest(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
     model = _model_of(entries[chosen])
     place = names.index(chosen)
     for older in names[place + 1 :][:_MOST_LOOKED_AT]:
-        if model is not None and _model_of(entries[older]) == model:
+        if model is not None and _model_of(entries[older]) == model and _has_ended(entries[older]):
             return older, [chosen]
     for newer in names[:place][::-1][:_MOST_LOOKED_AT]:
         if model is not None and _model_of(entries[newer]) == model:
-            return chosen, [newer]
+            if _has_ended(entries[chosen]):
+                return chosen, [newer]
+            if _has_ended(entries[newer]):
+                return newer, [chosen]
     return chosen, []
+
+
+def _has_ended(entry: RunEntry) -> bool:
+    """Whether the run may be a default baseline: it neither crashed nor is still recorded."""
+    try:
+        status = loading.open_entry(entry).status
+    except FsdpInspectError:
+        return False
+    return status not in (RunStatus.CRASHED, RunStatus.FAILED, RunStatus.RUNNING)
 
 
 def _model_of(entry: RunEntry) -> tuple[str, int] | None:

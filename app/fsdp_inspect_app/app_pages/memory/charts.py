@@ -11,8 +11,9 @@ from fsdp_inspect.formatting import format_bytes, format_category, format_unit
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, stack
-from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
+from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_lines, shade
+from fsdp_inspect.report.palette import NEUTRAL
 from fsdp_inspect.result_types import (
     AllocatorUse,
     Composition,
@@ -34,7 +35,6 @@ _PHASE_LOOKS = {
 _NAMED_RATIO = 0.06
 _INSTANT_RATIO = 0.002
 _MOST, _END = NEUTRAL.colour, palette.SHOWN
-_STRIP_COLOURS = ("#5B6975", "#647587")
 _MOST_BOXES = 400
 """Of the strip of units: more would be a few pixels wide."""
 
@@ -152,7 +152,7 @@ def _units(units: Sequence[PlaceSpan], whole_ns: int) -> Iterator[Box]:
             for at, name in columns.items()
         ]
     for place, unit in enumerate(named):
-        yield Box(unit.start_ns, unit.end_ns, name_place(unit.name), _STRIP_COLOURS[place % 2])
+        yield Box(unit.start_ns, unit.end_ns, name_place(unit.name), palette.STRIPES[place % 2])
 
 
 def _phases(phases: Sequence[PlaceSpan]) -> Iterator[Box]:

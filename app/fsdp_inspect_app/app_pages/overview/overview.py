@@ -44,7 +44,7 @@ from fsdp_inspect.result_types import (
     Verdict,
 )
 from fsdp_inspect_app import loading, wording
-from fsdp_inspect_app.app_pages.advice.search import advice_of, default_request, known_advice
+from fsdp_inspect_app.app_pages.advice.search import known_advice, search_in_background
 from fsdp_inspect_app.app_pages.overview.frames import (
     frame_breakdown,
     frame_peak,
@@ -59,6 +59,7 @@ from fsdp_inspect_app.cards import (
     show_chart_card,
     show_code,
     show_empty_card,
+    show_explore_button,
     show_headline,
     show_note,
     show_table_button,
@@ -86,24 +87,26 @@ _MOST_OWNERS = 8
 _TOP_UNITS = 3
 _FEW_STEPS = 3
 _MANY_STEPS = 300
+_LOOK_EVERY_S = 1.0
+"""Time between two looks at a search in the background."""
 
 
 def show_page(entry: RunEntry, run: Run) -> None:
     """Show the verdict, key numbers, the step, exposed waits by unit, findings, and all steps."""
     manifest, summary, times = run.manifest, run.summary(), run.step_times()
     show_run_header(manifest, summary, beside=partial(_show_buttons, run))
-    _show_answer(entry, summary)
+    _show_answer(entry, run)
     _show_key_numbers(summary)
-    _show_throughput(summary)
     if summary.recorder_sentence is not None:
         show_note(plain(summary.recorder_sentence))
-    _show_step(summary)
+    _show_step(run)
     _show_dimensions(summary)
     left, right = st.columns(2)
     with left:
-        _show_owners(summary)
+        _show_owners(run)
     with right:
         _show_step_times(summary, times)
+    _show_throughput(summary)
     left, right = st.columns(2)
     with left:
         _show_next_steps(summary, str(entry.path))
@@ -121,8 +124,9 @@ def _show_buttons(run: Run) -> None:
         show_export_button(run)
 
 
-def _show_answer(entry: RunEntry, summary: Summary) -> None:
+def _show_answer(entry: RunEntry, run: Run) -> None:
     """Show what limits the step, why, and what to do, in three lines."""
+    summary = run.summary()
     verdict = summary.verdict
     with st.container(key="answer", gap="xxsmall"):
         with _line("Limited by" if verdict.because else "Verdict"):
@@ -134,7 +138,7 @@ def _show_answer(entry: RunEntry, summary: Summary) -> None:
                 shown = _evidence_of(page, summary.breakdown, summary)
                 page_link(page, "Show evidence", icon=":material/arrow_forward:", **shown)
         with _line("Do"):
-            _show_what_to_do(entry, verdict)
+            _show_what_to_do(entry, run)
 
 
 @contextmanager
@@ -145,9 +149,9 @@ def _line(label: str) -> Iterator[None]:
         yield
 
 
-def _show_what_to_do(entry: RunEntry, verdict: Verdict) -> None:
+def _show_what_to_do(entry: RunEntry, run: Run) -> None:
     """Show the first step to take; the page Advice and this line have one source."""
-    first = next(iter(verdict.next_steps), "")
+    first = next(iter(run.summary().verdict.next_steps), "")
     if first != COMPARE_PLANS:
         show_text(plain(name_run(first, str(entry.path))), width="stretch")
         return
@@ -156,10 +160,16 @@ def _show_what_to_do(entry: RunEntry, verdict: Verdict) -> None:
         show_text(plain(describe_recommendation(advice)), width="stretch")
         page_link("advice", "Open Advice", icon=":material/lightbulb:")
         return
-    show_text("Compare other sharding plans by simulation\\.", width="stretch")
-    if st.button("Find the best change", icon=":material/lightbulb:", key="find-change"):
-        advice_of(entry, default_request(entry))
+    _await_advice(entry, run)
+
+
+@st.fragment(run_every=_LOOK_EVERY_S)
+def _await_advice(entry: RunEntry, run: Run) -> None:
+    """Search the best change in the background; its result replaces this line."""
+    if known_advice(entry) is not None:
         st.rerun()
+    problem = search_in_background(entry, run)
+    show_text(plain(problem or "Searching for the best change by simulation ..."), width="stretch")
 
 
 def _evidence_of(page: str, step: StepBreakdown, summary: Summary) -> dict[str, Value]:
@@ -278,7 +288,8 @@ def _memory_detail(summary: Summary) -> str | None:
     return f"by the {wording.describe_memory_method(summary.memory)}"
 
 
-def _show_step(summary: Summary) -> None:
+def _show_step(run: Run) -> None:
+    summary = run.summary()
     breakdown = summary.breakdown
     if breakdown is None:
         st.info("No timed step yet. A step is timed once it completes after warm-up.")
@@ -298,6 +309,7 @@ def _show_step(summary: Summary) -> None:
     title = f"Typical step: {format_ns(breakdown.step_time_ns)}"
     with show_card(title, key="breakdown", note=note) as header:
         with header:
+            show_explore_button(run.breakdown, key="breakdown", title=title)
             show_table_button(
                 frame_breakdown(breakdown, in_kernel_trace=summary.is_kernel_trace),
                 key="breakdown",
@@ -351,7 +363,8 @@ def _describe_causes(exposed: Exposed) -> str:
     return f"Causes: {causes}"
 
 
-def _show_owners(summary: Summary) -> None:
+def _show_owners(run: Run) -> None:
+    summary = run.summary()
     exposed = summary.exposed
     if exposed is None or not any(owner.exposed_ns for owner in exposed.owners):
         show_empty_card("Exposed waits by unit", "No exposed wait.", key="owners")
@@ -364,6 +377,7 @@ def _show_owners(summary: Summary) -> None:
     )
     with show_card("Exposed waits by unit", key="owners", note=note) as header:
         with header:
+            show_explore_button(run.exposed, key="owners", title="Exposed waits by unit")
             show_table_button(
                 frame_of(RankWaits.TABLE, exposed.owners), key="owners", alt="Waits by unit"
             )
@@ -410,6 +424,7 @@ def _show_step_times(summary: Summary, times: StepTimes) -> None:
         )
         + wording.describe_provenance(summary.provenance, "step"),
         on_click=partial(_open_step, times),
+        result=lambda: times,
     )
 
 

@@ -8,9 +8,10 @@ from fsdp_inspect.analysis.mesh_grid import LEAST_EXCESS_RATIO
 from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.report import palette
-from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
+from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.heat import HeatMap, draw_heat_map
 from fsdp_inspect.report.charts.lines import Line, Lines, draw_lines, shade
+from fsdp_inspect.report.palette import NEUTRAL
 from fsdp_inspect.report.wording import format_metric
 from fsdp_inspect.result_types import MeshGrid, RankGrid
 from fsdp_inspect_app.tables import BYTES_PER_MIB, NS_PER_MS

@@ -416,6 +416,7 @@ def _show_rank_step(
         note=f"{verdict.sentence if verdict else ''} The parts add up. Hatching marks exposed "
         "waits. "
         + wording.describe_provenance(run.summary().provenance, "step", "forward", "backward"),
+        result=lambda: run.breakdown(rank=rank, step=step),
     )
 
 

@@ -3,6 +3,7 @@
 The list can be searched, and filtered and grouped by any setting.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -103,13 +104,19 @@ def _answer(found: KnownRuns) -> str:
     }
     if not timed:
         return "No run has a timed step yet\\." if found.is_complete else "Reading the runs\\."
-    fastest = min(timed, key=lambda run: timed[run])
+    kinds = Counter((found.rows[run]["model"], found.rows[run]["num_parameters"]) for run in timed)
+    kind, number = kinds.most_common(1)[0]
+    if len(kinds) > 1 and number == 1:
+        return f"{plural(len(timed), 'run')} of different models\\."
+    alike = [r for r in timed if (found.rows[r]["model"], found.rows[r]["num_parameters"]) == kind]
+    fastest = min(alike, key=lambda run: timed[run])
     step = plain(format_ns(timed[fastest]))
     if not found.is_complete:
         return f"Fastest run so far: {code(run_name(fastest))}, {step} per step\\."
     if len(timed) == 1:
         return f"{code(run_name(fastest))} takes {step} per step\\."
-    return f"Fastest run: {code(run_name(fastest))}, {step} per step\\."
+    among = f", among {number} of its model" if len(kinds) > 1 else ""
+    return f"Fastest run: {code(run_name(fastest))}, {step} per step{among}\\."
 
 
 def _show_foreign(foreign: Sequence[str]) -> None:

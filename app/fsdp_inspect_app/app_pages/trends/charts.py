@@ -4,11 +4,11 @@ from fsdp_inspect.catalog.trends import Trend, TrendAxis, TrendPoint
 from fsdp_inspect.columns import format_value
 from fsdp_inspect.formatting import listed
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.report.charts.chart import NEUTRAL, Chart
+from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_lines
+from fsdp_inspect.report.palette import NEUTRAL, SERIES
 
 MOST_SERIES = 6
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _TIME_UNITS = (("days", " d", 86_400 * 10**9), ("hours", " h", 3_600 * 10**9),
                ("minutes", " min", 60 * 10**9))  # fmt: skip
 """Name, suffix and length in ns, the longest first."""
@@ -24,7 +24,7 @@ def draw_trend(trend: Trend) -> Chart | None:
     for number, name in enumerate(shown):
         own = [point for point in trend.points if point.series == name]
         told = [f"{format_value(trend.unit, point.value)}, {_name(point)}" for point in own]
-        colour = _COLOURS[number] if len(shown) > 1 else NEUTRAL.colour
+        colour = SERIES[number] if len(shown) > 1 else NEUTRAL.colour
         style = "points" if len(own) > 1 else "squares"
         lines.append(
             Line(

@@ -12,7 +12,13 @@ from fsdp_inspect.result_types import RunEntry, Summary, UnitCost, UnitCosts
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.app_pages.units.unit_page import show_unit
 from fsdp_inspect_app.banner import show_run_header
-from fsdp_inspect_app.cards import column_formats, show_card, show_csv_button, show_headline
+from fsdp_inspect_app.cards import (
+    column_formats,
+    show_card,
+    show_csv_button,
+    show_explore_button,
+    show_headline,
+)
 from fsdp_inspect_app.drawn_chart import show_chart
 from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
 from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, open_unit
@@ -40,7 +46,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     owners = summary.exposed.owners if summary.exposed is not None else ()
     with answer:
         show_headline(wording.describe_longest_wait(summary, owners))
-    _show_bars(summary)
+    _show_bars(run, summary)
     _show_table(summary)
 
 
@@ -53,14 +59,16 @@ def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
     return None if chosen is None else by_name[chosen]
 
 
-def _show_bars(summary: Summary) -> None:
+def _show_bars(run: Run, summary: Summary) -> None:
     names = {name: name for name in UNIT_MEASURES}
     follow(_MEASURE_KEY, _MEASURE_KEY, names, "exposed")
     chosen = st.segmented_control("Measure", list(names), required=True, key=_MEASURE_KEY)
     measure = chosen or "exposed"
     link(_MEASURE_KEY, measure)
     note = f"{_describe_numbers(summary)} Click a bar to open its unit."
-    with show_card(UNIT_MEASURES[measure], key="units-bars", note=note):
+    with show_card(UNIT_MEASURES[measure], key="units-bars", note=note) as header:
+        with header:
+            show_explore_button(run.units, key="units", title="Units")
         # Many bars scroll inside their card, so that the table stays near.
         scrolls = len(summary.units) > _MOST_BARS
         with st.container(height=_BARS_HEIGHT if scrolls else "content", border=False):
