@@ -83,7 +83,7 @@ RULES: Mapping[str, Rule] = {
         "Simulated: an all-gather that is issued earlier causes a shorter wait. Or a prefetch of "
         "the plan never ran.",
         "The idle time of a device after a read of a value inside a unit. Imported traces show it "
-        "by line; a recorded run lists the reads (`fsdp-inspect summary`), without that time.",
+        "by line; a recorded run lists the reads (`fsdp-inspect show RUN`), without that time.",
     ),
     "R10": Rule(
         "prefetch deeper, or allow more reduce-scatter inputs",

@@ -338,7 +338,7 @@ def _refuse(run: RunSource, why: str) -> str:
     return (
         f"The buckets of run {run.manifest.run_id!r} cannot be simulated: {why}. Expected timed "
         "steps of one DistributedDataParallel model without a communication hook. "
-        "`fsdp-inspect exposed` shows the measured waits."
+        "`fsdp-inspect show RUN exposed` shows the measured waits."
     )
 
 

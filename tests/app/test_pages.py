@@ -14,6 +14,7 @@ from fsdp_inspect import Run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
+from fsdp_inspect.report.wording import format_cause
 from fsdp_inspect.store.reader import open_run
 from tests.app.conftest import HOSTILE_UNIT
 from tests.app.synthetic import make_run, write_run
@@ -339,7 +340,7 @@ def test_overview_names_the_causes_of_the_step_that_its_bar_shows(shown, runs_fo
     digest = measure_summary(open_run(runs_folder / "whole"))
     text = read(shown("overview", "whole"))
     for cause, duration in digest.exposed.causes_ns.items():
-        assert f"{cause.replace('_', ' ')} **{format_ns(duration)}**" in text
+        assert f"{format_cause(cause)} **{format_ns(duration)}**" in text
 
 
 def test_overview_leads_to_the_timeline_at_the_unit_that_is_waited_for_most(shown, runs_folder):

@@ -36,12 +36,14 @@ def runs(
 @pytest.mark.parametrize(
     ("arguments", "held"),
     [
-        (("summary", "{runs}/tiny", "--json"), "/run.json"),
+        (("show", "{runs}/tiny", "--json"), "/run.json"),
         pytest.param(
-            ("query", SQL, "--runs", "{runs}", "--csv"), "/runs.parquet", marks=pytest.mark.slow
+            ("store", "query", SQL, "--runs", "{runs}", "--csv"),
+            "/runs.parquet",
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["summary", "query"],
+    ids=["show", "query"],
 )
 def test_line_is_shown_while_a_command_waits_and_erased_before_its_output(
     runs: str, s3_proxy: FaultyProxy, tmp_path: Path, arguments: tuple[str, ...], held: str

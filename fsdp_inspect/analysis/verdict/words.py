@@ -679,7 +679,7 @@ def _phrase_compute(facts: StepFacts) -> Words:
             "profiled.",
             (
                 "Make compute faster: torch.compile, bfloat16, less recomputation. Record with "
-                "--profile-steps 20:23 to see its kernels: `fsdp-inspect kernels RUN`.",
+                "--profile-steps 20:23 to see its kernels: `fsdp-inspect show RUN kernels`.",
                 _say_plan_gain(facts),
             ),
         )
