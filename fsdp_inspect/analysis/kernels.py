@@ -31,11 +31,10 @@ from fsdp_inspect.importing.profile_window import read_profile
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import Phase
-from fsdp_inspect.trace.kernels import KernelKind, KernelRecord
+from fsdp_inspect.trace.kernels import KERNEL_SUMS, KernelKind, KernelRecord
 from fsdp_inspect.trace.run import RunSource
 
 _NARROW = ("bfloat16", "float16")
-_FIELDS = ("count", "num_small", "sum_ns", "time_ns", "gap_ns", "flops", "fusable_ns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +246,7 @@ def _rows(record: KernelRecord) -> Iterable[_Row]:
     for place in range(len(columns.step)):
         yield (
             {key: getattr(columns, key)[place] for key in keys},
-            {name: getattr(columns, name)[place] for name in _FIELDS},
+            {name: getattr(columns, name)[place] for name in KERNEL_SUMS},
         )
 
 
@@ -268,11 +267,11 @@ class _Sums:
     ) -> tuple[KernelCost, ...]:
         """Sum the rows with equal keys, the longest first."""
         totals: dict[tuple[int, ...], dict[str, int]] = defaultdict(
-            lambda: dict.fromkeys(_FIELDS, 0)
+            lambda: dict.fromkeys(KERNEL_SUMS, 0)
         )
         for row_keys, values in rows:
             total = totals[tuple(row_keys[key] for key in keys)]
-            for name in _FIELDS:
+            for name in KERNEL_SUMS:
                 total[name] += values[name]
         costs = []
         for key, total in totals.items():

@@ -116,13 +116,13 @@ def diagnose(  # noqa: PLR0913 - one argument an option
         found = opened.diagnose(with_plans=False)
         if not brief or write is not None:
             found = _with_plans(opened, found, write, tasks)
-    if as_json:
+    decided = decide(found, opened.source) if as_json or decision else None
+    if as_json and decided is not None:
         head = {"run_id": opened.id, "source": opened.manifest.source, "notes": list(opened.notes)}
-        answer = {**head, "decision": None, **diagnosis_to_dict(found)}
-        answer["decision"] = decide(found, opened.source).to_dict()
+        answer = {**head, "decision": decided.to_dict(), **diagnosis_to_dict(found)}
         print(json.dumps(answer, indent=2, allow_nan=False))
-    elif decision:
-        print(decide(found, opened.source).sentence)
+    elif decided is not None:
+        print(decided.sentence)
     else:
         if at_end is not None:
             print("fsdp_inspect: ", end="")
@@ -130,8 +130,8 @@ def diagnose(  # noqa: PLR0913 - one argument an option
         if at_end is not None:
             with contextlib.suppress(OSError):
                 at_end.touch()  # no other process explains the same end
-    if decision:
-        raise typer.Exit(EXIT_CODES[decide(found, opened.source).action])
+    if decision and decided is not None:
+        raise typer.Exit(EXIT_CODES[decided.action])
     codes = {"healthy": HEALTHY, "problem": PROBLEM}
     raise typer.Exit(codes.get(found.status.value, CANNOT_TELL))
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, diagnose
+from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, RankState, Status, diagnose
 from fsdp_inspect.diagnosis.ends import EndKind
 from fsdp_inspect.diagnosis.process_signs import ProcessState
-from fsdp_inspect.formatting import format_ranks, listed, plural
+from fsdp_inspect.formatting import capitalize, format_ranks, listed, plural
 from fsdp_inspect.trace.run import RunSource
 
 _DEVICE_FAILED = re.compile(
@@ -92,7 +92,7 @@ class Decision:
         """The decision in words, such as `Exclude node gpu-7: the device of rank 3 failed`."""
         nodes = f" node{'s' * (len(self.nodes) > 1)} {listed(self.nodes, 4)}" if self.nodes else ""
         text = f"{self.action.value}{nodes}: {self.reason}."
-        return text[0].upper() + text[1:] if self.is_certain else f"Probably: {text}"
+        return capitalize(text) if self.is_certain else f"Probably: {text}"
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as JSON values, with the sentence."""
@@ -124,9 +124,10 @@ def _decisions(found: Diagnosis, run: RunSource) -> Iterator[Decision]:
     """The decisions that apply, the strongest first."""
     hosts = {record.rank: record.host for record in run.ranks}
     at_fault = tuple(sorted({hosts[rank] for rank in found.ranks if hosts.get(rank)}))
-    before = diagnose(run.earlier_attempts[-1]) if run.earlier_attempts else None
-    if before is not None and before.problem is not found.problem:
-        before = None
+    last = next(iter(run.earlier_attempts[-1:]), None)
+    before = None if last is None else diagnose(last)
+    if before is None or before.problem is not found.problem:
+        last = before = None
     if _DEVICE_FAILED.search(found.failure) and at_fault:
         reason = f"the device of {format_ranks(found.ranks)} failed"
         yield Decision(SchedulerAction.EXCLUDE, at_fault, found.is_certain, reason)
@@ -134,7 +135,7 @@ def _decisions(found: Diagnosis, run: RunSource) -> Iterator[Decision]:
     if _is_error(found):
         yield _of_error(found, before)
     if at_fault and len({*hosts.values()} - {""}) > len(at_fault):
-        yield from _of_node(found, before, run, at_fault)
+        yield from _of_node(found, before, last, at_fault)
     yield Decision(
         SchedulerAction.RESTART, (), False, "nothing shows that the next start fails too"
     )
@@ -172,11 +173,11 @@ def _of_error(found: Diagnosis, before: Diagnosis | None) -> Decision:
 
 
 def _of_node(
-    found: Diagnosis, before: Diagnosis | None, run: RunSource, at_fault: tuple[str, ...]
+    found: Diagnosis, before: Diagnosis | None, last: RunSource | None, at_fault: tuple[str, ...]
 ) -> Iterator[Decision]:
     """The decision if the nodes at fault are not all nodes."""
-    if before is not None and before.ranks:
-        earlier = {record.rank: record.host for record in run.earlier_attempts[-1].ranks}
+    if before is not None and last is not None and before.ranks:
+        earlier = {record.rank: record.host for record in last.ranks}
         if {earlier.get(rank) for rank in before.ranks} == {*at_fault}:
             reason = f"{plural(len(at_fault), 'node')} at fault in two starts in a row"
             yield Decision(SchedulerAction.EXCLUDE, at_fault, False, reason)
@@ -187,8 +188,7 @@ def _of_node(
 
 def _is_error(found: Diagnosis) -> bool:
     """Whether Python code of a rank at fault raised an error that no other rank explains."""
-    states = [found.state_of(rank) for rank in found.ranks]
-    return any(state is not None and state.end.kind is EndKind.EXCEPTION for state in states)
+    return any(state.end.kind is EndKind.EXCEPTION for state in _at_fault(found))
 
 
 def _first_line(found: Diagnosis) -> str:
@@ -197,10 +197,14 @@ def _first_line(found: Diagnosis) -> str:
 
 
 def _waits_for_device(found: Diagnosis) -> bool:
-    states = [found.state_of(rank) for rank in found.ranks]
-    return bool(states) and all(
-        state is not None
-        and state.process is not None
-        and state.process.state is ProcessState.WAITS_FOR_DEVICE
+    states = _at_fault(found)
+    return len(states) == len(found.ranks) > 0 and all(
+        state.process is not None and state.process.state is ProcessState.WAITS_FOR_DEVICE
         for state in states
     )
+
+
+def _at_fault(found: Diagnosis) -> list[RankState]:
+    """The known states of the ranks at fault."""
+    states = (found.state_of(rank) for rank in found.ranks)
+    return [state for state in states if state is not None]

@@ -198,11 +198,6 @@ class Diagnosis:
     """The contents of memory at the failure; None: no rank reported an out-of-memory."""
     plans: PlanSearch | None = None
     """The plans that would have fitted; None: there was no out-of-memory, or no search."""
-
-    def __repr__(self) -> str:
-        problem = "" if self.problem is None else f", {self.problem.value}"
-        return f"<Diagnosis: {self.status.value}{problem}>"
-
     race: Issued | None = None
     """An unfinished collective of a background thread, in a process group that the training thread
     uses too: a possible cause of a crash or of a hang in that group. None: there is none, or the
@@ -217,6 +212,10 @@ class Diagnosis:
     """What may be intended, of a training that is healthy or has a mistake."""
     events: tuple[RunEvent, ...] = ()
     """What happened, in order: the ranks differed, hung, ran out of memory, ended, and so on."""
+
+    def __repr__(self) -> str:
+        problem = "" if self.problem is None else f", {self.problem.value}"
+        return f"<Diagnosis: {self.status.value}{problem}>"
 
     @property
     def is_beside_collectives(self) -> bool:

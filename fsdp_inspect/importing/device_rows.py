@@ -4,7 +4,7 @@ Compute kernels of one phase and unit are joined if they touch or overlap, becau
 only their union. Copies and fills by the device (memcpy, memset) are not compute.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,39 +155,28 @@ class DeviceRows:
 
     def kernels(self, owners: Owners, units: tuple[str, ...]) -> KernelRecord:
         """The kernels of the steps by unit, phase and kind; arguments as in `make`."""
-        work, names = self.work, self.trace.names
-        comms = work.comms
-        compute, copies = work.compute, work.copies
+        work = self.work
         in_run = np.array([*map(self.names.unit_index, units), NO_UNIT], dtype=np.int64)
-        flops = find_operations(self.trace, compute)
+
+        def spans(kind: KernelClass, events: EventColumns, issues: Issues) -> KernelSpans:
+            return KernelSpans(
+                kind,
+                events.name,
+                in_run[unit_at(self.ranges, issues)],
+                self.phases.phase_of(issues.thread, issues.time_ns),
+                events.start_ns,
+                events.end_ns,
+            )
+
+        compute = spans(KernelClass.COMPUTE, work.compute, work.compute_issues)
         parts = [
-            KernelSpans(
-                KernelClass.COMPUTE,
-                compute.name,
-                in_run[unit_at(self.ranges, work.compute_issues)],
-                self.phases.phase_of(work.compute_issues.thread, work.compute_issues.time_ns),
-                compute.start_ns,
-                compute.end_ns,
-                flops,
-            ),
-            KernelSpans(
-                KernelClass.COMMUNICATION,
-                comms.kind.astype(np.int64),
-                in_run[owners.unit],
-                self.phases.phase_of(comms.thread, comms.issue_ns),
-                comms.start_ns,
-                comms.end_ns,
-            ),
-            KernelSpans(
-                KernelClass.MEMORY_COPY,
-                copies.name,
-                in_run[unit_at(self.ranges, work.copy_issues)],
-                self.phases.phase_of(work.copy_issues.thread, work.copy_issues.time_ns),
-                copies.start_ns,
-                copies.end_ns,
-            ),
+            replace(compute, flops=find_operations(self.trace, work.compute)),
+            KernelSpans.of_communication(work.comms, in_run[owners.unit], self.phases),
+            spans(KernelClass.MEMORY_COPY, work.copies, work.copy_issues),
         ]
-        return sum_kernels(parts, names, self._windows().bounds_ns, self.marks, on_device=True)
+        return sum_kernels(
+            parts, self.trace.names, self._windows().bounds_ns, self.marks, on_device=True
+        )
 
     def _compute(self, windows: StepWindows) -> list[EventTable]:
         issues = self.work.compute_issues

@@ -210,14 +210,7 @@ class HostRows:
                 work.flops,
                 begins,
             ),
-            KernelSpans(
-                KernelClass.COMMUNICATION,
-                comms.kind,
-                in_run[owners.unit],
-                self.phases.phase_of(comms.thread, comms.issue_ns),
-                comms.start_ns,
-                comms.end_ns,
-            ),
+            KernelSpans.of_communication(comms, in_run[owners.unit], self.phases),
         ]
         low, high = self._bounds()
         bounds_ns = np.append(low, high[-1:])

@@ -17,7 +17,7 @@ from fsdp_inspect.importing.kernel_rows import unit_at
 from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
 from fsdp_inspect.importing.unit_ranges import UnitRanges
 from fsdp_inspect.importing.windows import PhaseRanges, StepMarks
-from fsdp_inspect.trace.host_work import HostActivity, HostStop
+from fsdp_inspect.trace.host_work import MOST_STOPS, HostActivity, HostStop
 from fsdp_inspect.trace.intervals import Intervals
 
 Int64Array = NDArray[np.int64]
@@ -32,7 +32,6 @@ _READS = {
     "aten::nonzero": "nonzero() or a boolean mask",
 }
 """Operators that read values, and their names in texts."""
-_MOST_LINES = 200
 
 
 def find_host_syncs(
@@ -70,7 +69,7 @@ def find_host_syncs(
     steps: dict[tuple[str, str, int, int], set[int]] = {}
     for at in np.flatnonzero((step != NOWHERE) & has_next).tolist():
         key = (what[at], place[at], int(phase[at]), int(unit[at]))
-        if key not in found and len(found) >= _MOST_LINES:
+        if key not in found and len(found) >= MOST_STOPS:
             continue
         total = found.setdefault(key, [0, 0, 0])
         total[0] += 1

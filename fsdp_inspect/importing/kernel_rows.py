@@ -11,14 +11,16 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.importing.communications import Issues
+from fsdp_inspect.importing.communications import Communications, Issues
 from fsdp_inspect.importing.host_ranges import NOWHERE
 from fsdp_inspect.importing.kernel_names import compute_kind_of
 from fsdp_inspect.importing.kineto_events import Category, EventColumns, KinetoTrace
 from fsdp_inspect.importing.unit_ranges import UnitRanges
-from fsdp_inspect.importing.windows import StepMarks
+from fsdp_inspect.importing.windows import PhaseRanges, StepMarks
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.kernels import (
+    KERNEL_KEYS,
+    KERNEL_SUMS,
     SMALL_KERNEL_NS,
     KernelColumns,
     KernelKind,
@@ -27,8 +29,6 @@ from fsdp_inspect.trace.kernels import (
 
 Int64Array = NDArray[np.int64]
 
-_KEYS = ("step", "unit", "phase", "kind", "name")
-_SUMS = ("count", "num_small", "sum_ns", "time_ns", "gap_ns", "flops", "fusable_ns")
 _FUSABLE = (KernelKind.ELEMENTWISE, KernelKind.NORMALISATION)
 _WITH_OPERATIONS = (KernelKind.MATRIX_PRODUCT, KernelKind.ATTENTION)
 
@@ -55,6 +55,20 @@ class KernelSpans:
     flops: Int64Array | None = None
     begins: NDArray[np.bool_] | None = None
     """Whether each span is the first piece of its operator; None: spans are whole kernels."""
+
+    @classmethod
+    def of_communication(
+        cls, comms: Communications, unit: Int64Array, phases: PhaseRanges
+    ) -> "KernelSpans":
+        """The collectives of a rank; `unit` has the unit of each."""
+        return cls(
+            KernelClass.COMMUNICATION,
+            comms.kind,
+            unit,
+            phases.phase_of(comms.thread, comms.issue_ns),
+            comms.start_ns,
+            comms.end_ns,
+        )
 
 
 def unit_at(ranges: UnitRanges, issues: Issues) -> Int64Array:
@@ -133,11 +147,13 @@ def sum_kernels(
             {
                 **{key: values[chosen] for key, values in keys.items()},
                 "step": step,
-                **dict.fromkeys(_SUMS, nothing),
+                **dict.fromkeys(KERNEL_SUMS, nothing),
                 "time_ns": time_ns,
             }
         )
-    summed = _summed({key: np.concatenate([row[key] for row in rows]) for key in (*_KEYS, *_SUMS)})
+    summed = _summed(
+        {key: np.concatenate([row[key] for row in rows]) for key in (*KERNEL_KEYS, *KERNEL_SUMS)}
+    )
     number = np.array(marks.number, dtype=np.int64)[: len(bounds_ns) - 1]
     summed["step"] = number[summed["step"]]
     return KernelRecord(
@@ -259,11 +275,11 @@ def _summed(rows: dict[str, Int64Array]) -> dict[str, Int64Array]:
     """One row for each combination of keys, ascending."""
     if len(rows["step"]) == 0:
         return rows
-    keys = np.stack([np.asarray(rows[key], dtype=np.int64) for key in _KEYS])
+    keys = np.stack([np.asarray(rows[key], dtype=np.int64) for key in KERNEL_KEYS])
     distinct, place = np.unique(keys, axis=1, return_inverse=True)
     place = place.reshape(-1)
-    summed = {key: distinct[number] for number, key in enumerate(_KEYS)}
-    for key in _SUMS:
+    summed = {key: distinct[number] for number, key in enumerate(KERNEL_KEYS)}
+    for key in KERNEL_SUMS:
         total = np.zeros(distinct.shape[1], dtype=np.int64)
         np.add.at(total, place, rows[key])
         summed[key] = total

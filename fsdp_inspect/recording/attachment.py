@@ -660,8 +660,8 @@ class Attachment:
             self._values.begin_step()
         if self._control is not None:
             session = self.session
-            needs_detail = session.is_memory_step or session.numerics is not None
-            needs_detail |= session.tracker is not None
+            watched = (session.tracker, session.numerics)
+            needs_detail = session.is_memory_step or any(each is not None for each in watched)
             is_detailed = self._control.choose(session.step, needs_detail=needs_detail)
             if is_detailed != session.detail:
                 self._instruments.choose_detail(is_detailed)

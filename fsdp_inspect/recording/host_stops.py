@@ -29,6 +29,7 @@ from fsdp_inspect.trace.host_work import (
     COLLECTION,
     COMPILATION,
     MOST_BATCHES,
+    MOST_STOPS,
     PRINTED,
     BatchWork,
     HostActivity,
@@ -50,7 +51,6 @@ _READS = {
 }
 """The methods of `torch.Tensor` that need a value on the host, and their names in texts."""
 _WAITS = ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"))
-_MOST_LINES = 200
 _EXACT, _ONE_OF = 1000, 64
 """The reads of a step that are all timed. After them, one of 64 stands for the others, because a
 loop may read a million values."""
@@ -187,7 +187,7 @@ class StopCounter:
         key = (what, place, int(session.phase), session.issuing_unit())
         counts = self._now.get(key)
         if counts is None:
-            if len(self._now) >= _MOST_LINES:
+            if len(self._now) >= MOST_STOPS:
                 return
             counts = self._now[key] = [0, 0, duration_ns]
         counts[0] += weight
@@ -228,7 +228,7 @@ class StopCounter:
         for key, (count, duration_ns, *_) in found.items():
             total = self._total.get(key)
             if total is None:
-                if len(self._total) >= _MOST_LINES:
+                if len(self._total) >= MOST_STOPS:
                     continue
                 total = self._total[key] = [0, 0, 0]
             total[0] += count

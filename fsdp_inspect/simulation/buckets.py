@@ -195,14 +195,22 @@ class BucketWork:
     """The duration of the fastest tenth of the recorded all-reduces, / that of the cost line."""
     trust: Trust
 
-    def at_paces(self, network: Network) -> list[Network]:
-        """The ends of the uncertainty of a network, and on CPU all-reduces without contention."""
-        ends = [network.at(pace) for pace in (Pace.FAST, Pace.TYPICAL, Pace.SLOW)]
-        if self.fastest >= 1:
-            return ends
-        line = network.lines[EventKind.ALL_REDUCE]
-        free = CostLine(line.latency_ns * self.fastest, line.bus_bytes_per_s / self.fastest)
-        return [*ends, replace(network, lines={**network.lines, EventKind.ALL_REDUCE: free})]
+    def paces(self, network: Network) -> list[tuple[Network, Network]]:
+        """The ends of the uncertainty: the networks of the recorded buckets and of the plan.
+
+        The error of the line is in both, so a gain compares equal paces. Contention on a CPU is
+        not: the recorded all-reduces had it, and those of the plan may be free of it.
+        """
+        found = [
+            (self.network.at(pace), network.at(pace))
+            for pace in (Pace.FAST, Pace.TYPICAL, Pace.SLOW)
+        ]
+        if self.fastest < 1:
+            line = network.lines[EventKind.ALL_REDUCE]
+            free = CostLine(line.latency_ns * self.fastest, line.bus_bytes_per_s / self.fastest)
+            lines = {**network.lines, EventKind.ALL_REDUCE: free}
+            found.append((self.network.at(Pace.TYPICAL), replace(network, lines=lines)))
+        return found
 
     def simulate(
         self,
@@ -286,6 +294,7 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
     waits = _of_buckets(events, EventKind.ALL_REDUCE_WAIT)
     group = manifest.units[0].replicate_group
     ranks = next((each.ranks for each in manifest.process_groups if each.index == group), ())
+    num_ranks = len(ranks) or manifest.world_size
     observed = manifest.observed
     searches = observed.get("find_unused_parameters") == "True"
     in_model_order = searches and observed.get("static_graph") != "True"
@@ -295,7 +304,7 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
         run_id=manifest.run_id,
         rank=member.rank,
         num_steps=len(steps),
-        num_ranks=len(ranks) or manifest.world_size,
+        num_ranks=num_ranks,
         step_time_ns=member.typical(member.step_time_ns),
         exposed_ns=float((waits.end_ns - waits.start_ns).sum()) / len(steps),
         backwards_per_step=backwards.per_step,
@@ -306,7 +315,7 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
         is_inferred=backwards.is_inferred,
         in_model_order=in_model_order,
         network=network,
-        fastest=_fastest(events, network, len(ranks) or manifest.world_size)
+        fastest=_fastest(events, network, num_ranks)
         if manifest.device_type == "cpu" and manifest.source != "emulated"
         else 1.0,
         trust=replace(
@@ -458,12 +467,11 @@ def predict_buckets(
     trust = replace(work.trust, self_check_error=error)
     trust.expect_prediction()
     predicted = work.simulate(buckets, network, overlaps=overlaps)
-    steps = [
-        work.simulate(buckets, each, overlaps=overlaps).step_time_ns
-        for each in work.at_paces(network)
-    ]
+    steps, gains = [], []
+    for before, after in work.paces(network):
+        steps.append(work.simulate(buckets, after, overlaps=overlaps).step_time_ns)
+        gains.append(work.simulate(work.recorded, before).step_time_ns - steps[-1])
     margin = trust.step_margin()
-    gains = _gains(work, steps)
     gain_margin = trust.gain_margin_ns(max(gains, key=abs), replayed.step_time_ns)
     return BucketSimulation(
         run_id=work.run_id,
@@ -484,19 +492,6 @@ def predict_buckets(
         assumptions=tuple(_assumptions(work, network)),
         caveats=trust.prediction_caveats,
     )
-
-
-def _gains(work: BucketWork, steps: Sequence[int]) -> list[int]:
-    """The gains of a plan whose steps have these times at the paces of the network.
-
-    The error of the line is in both steps, so a gain compares equal paces. Contention is not: the
-    recorded all-reduces had it.
-    """
-    recorded = [
-        work.simulate(work.recorded, each).step_time_ns for each in work.at_paces(work.network)
-    ]
-    recorded[3:] = recorded[1:2] * len(recorded[3:])
-    return [before - after for before, after in zip(recorded, steps, strict=True)]
 
 
 def find_best_buckets(run: RunSource) -> BucketSimulation | None:

@@ -14,6 +14,8 @@ COLLECTION = "garbage collection"
 COMPILATION = "compilation"
 BOOLEAN_MASK = "boolean mask"
 PRINTED = "printing a tensor"
+MOST_STOPS = 200
+"""Lines of one rank that are kept, each with its kind of call."""
 MOST_BATCHES = 256
 """Steps whose batches are kept: the last ones."""
 

@@ -15,6 +15,9 @@ from fsdp_inspect.trace.records import SCHEMA_VERSION, Amount, Index, Record
 
 SMALL_KERNEL_NS = 6_000
 """A shorter kernel takes less time than its host needs to launch it (`hardware.LAUNCH_NS`)."""
+KERNEL_KEYS = ("step", "unit", "phase", "kind", "name")
+KERNEL_SUMS = ("count", "num_small", "sum_ns", "time_ns", "gap_ns", "flops", "fusable_ns")
+"""The columns of `KernelColumns`: those that name a row, and those that add up."""
 _LARGEST_CODE = 127
 
 
