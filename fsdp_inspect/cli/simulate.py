@@ -1,5 +1,7 @@
 """`fsdp-inspect simulate`: predict a step under another plan."""
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -42,6 +44,13 @@ def _parse_reshard(text: str) -> bool | int:
     raise typer.BadParameter(
         f"invalid setting {text!r}. Expected true, false, or a number of ranks above 0."
     )
+
+
+def _parse_bucket_cap(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (size := float(text)) < math.inf:
+            return size
+    raise typer.BadParameter(f"invalid size {text!r}. Expected MiB above 0, for example 25.")
 
 
 def _parse_reduce_scatter_group(text: str) -> str:
@@ -161,11 +170,12 @@ def simulate(  # noqa: PLR0913 - one argument an option
         ),
     ] = None,
     bucket_cap: Annotated[
-        float | None,
+        Any,
         typer.Option(
             "--bucket-cap",
             help="DDP: MiB at which a bucket is full (bucket_cap_mb).",
             metavar="MIB",
+            parser=_parse_bucket_cap,
             show_default=False,
         ),
     ] = None,

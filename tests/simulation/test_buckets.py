@@ -2,6 +2,7 @@
 
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -12,7 +13,8 @@ from fsdp_inspect.report.simulation import render_buckets
 from fsdp_inspect.simulation.buckets import measure_buckets, predict_buckets
 from fsdp_inspect.trace.codes import EventKind, Phase, Stream
 from fsdp_inspect.trace.run import ProcessGroup
-from tests.builders import MIB, InMemoryRun, RunBuilder
+from tests.builders import MIB, InMemoryRun, RunBuilder, write_run
+from tests.conftest import Invoke
 from tests.report.terminal_text import text_of
 
 FORWARD_NS, OPTIMIZER_NS, NS_PER_BYTE = 5_000_000, 1_000_000, 0.5
@@ -167,3 +169,16 @@ def test_a_size_that_is_no_size_is_refused() -> None:
         one <= other
         for one, other in pairwise(each.start_ns for each in predict_buckets(work, 5).rows())
     )
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "much"])
+def test_the_command_refuses_a_size_that_is_no_size(
+    invoke: Invoke, tmp_path: Path, size: str
+) -> None:
+    run = write_run(run_of(assign(BLOCKS, 2.0)), tmp_path / "run")
+    ended = invoke("simulate", run, "--bucket-cap", size)
+    assert ended.code == 2
+    words = " ".join(ended.err.replace("│", " ").split())
+    assert f"invalid size '{size}'. Expected MiB above 0, for example 25." in words
+    assert "internal error" not in ended.err
+    assert invoke("simulate", run, "--bucket-cap", "5").code == 0
