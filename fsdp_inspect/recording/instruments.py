@@ -28,7 +28,7 @@ from fsdp_inspect.recording.process_life import CHECKPOINT_PACKAGE, MOST_SPANS
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.torch_api.autograd import uses_compile
-from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase, Stream
+from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase, Source, Stream
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
@@ -78,9 +78,11 @@ class Instruments:
         self._loop.attach(self._patches)
         self.checkpoints.attach(self._patches)
         self._collections.attach(self._patches)
-        self.stops.attach(self._patches, wraps=not (self._is_in_graphs or uses_compile()))
+        sees_calls = not (self._is_in_graphs or uses_compile())
+        is_run = self._session.source is not Source.PREDICTED  # a forecast reads no values
+        self.stops.attach(self._patches, wraps=sees_calls and is_run)
         checks = self._session.checks
-        if checks is not None and not (self._is_in_graphs or uses_compile()):
+        if checks is not None and sees_calls:
             checks.attach(self._patches)
         pause_during_capture(self._session, self._patches)
 
@@ -253,21 +255,22 @@ class GarbageCollections:
 
     def _called(self, moment: str, info: dict[str, int]) -> None:
         is_full = info["generation"] == _OLDEST_GENERATION
+        frame = sys._getframe().f_back  # None at the end of the interpreter
         if moment == "start":
             self._started_ns = self._now()
             if is_full:
-                self._note_start(sys._getframe().f_back)  # None at the end of the interpreter
+                self._note_start(frame)
             return
         start, end = self._started_ns, self._now()
         if is_full or end - start >= LEAST_NS:
-            self._note_end(start, end, is_full=is_full)
+            self._note_end(start, end, frame, is_full=is_full)
 
     def _note_start(self, frame: FrameType | None) -> None:
         box = self._session.black_box
         if box is not None and os.getpid() == self._pid:
             box.begin_collection(time.time_ns(), find_calling_line(frame))
 
-    def _note_end(self, start: int, end: int, *, is_full: bool) -> None:
+    def _note_end(self, start: int, end: int, frame: FrameType | None, *, is_full: bool) -> None:
         session = self._session
         if os.getpid() != self._pid:  # a forked child, such as a worker of the data loader
             return
@@ -277,7 +280,7 @@ class GarbageCollections:
             flags = int(EventFlag.FULL_COLLECTION) if is_full else 0
             self._found.append((start, end, session.step, int(session.phase), flags))
             if session.stops is not None:
-                session.stops.note_collection(end - start, sys._getframe(2))
+                session.stops.note_collection(end - start, frame)
 
     def end_step(self) -> None:
         """Write the collections that have ended."""

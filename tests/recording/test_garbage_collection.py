@@ -1,13 +1,17 @@
 """Garbage collections as events, and in the black box while they run."""
 
+import _thread
 import gc
 import os
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import HostClock
+from fsdp_inspect.recording.host_stops import StopCounter
 from fsdp_inspect.recording.instruments import GarbageCollections
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
@@ -79,3 +83,24 @@ def test_a_forked_child_changes_nothing(collections):
         gc.collect()
         os._exit(0 if seen == [None] else 1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_collection_below_which_no_python_code_runs_is_counted(collections, rows, monkeypatch):
+    """At the end of the interpreter, and in a thread of another library."""
+    errors = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    session = collections._session
+    session.stops = stops = StopCounter(session)
+    kept = [[] for _ in range(NUM_OBJECTS)]
+    gc.disable()
+    stops._now.clear()
+    _thread.start_new_thread(gc.collect, ())
+    end = time.monotonic() + 20
+    while not stops._now and not errors and time.monotonic() < end:
+        time.sleep(0.01)
+    gc.enable()
+    del kept
+    stops.end_step(counts=True)
+
+    assert errors == []
+    assert [stop.place for stop in stops.describe().stops] == [""]

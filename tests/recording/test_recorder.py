@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -112,6 +114,34 @@ def test_two_models_of_a_process_are_recorded_at_once(fake_ranks: None, tmp_path
     ):
         assert one.is_recording
         assert two.is_recording
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_two_recorders_leave_torch_as_it_was(
+    first_ends_first: bool, fake_ranks: None, tmp_path: Path
+) -> None:
+    before = own_functions_in_torch()
+    recorders = [quiet(sharded_model(), tmp_path / name) for name in "ab"]
+    for recorder in recorders:
+        recorder.__enter__()
+    assert own_functions_in_torch() != before
+    for recorder in recorders if first_ends_first else reversed(recorders):
+        recorder.__exit__(None, None, None)
+    assert own_functions_in_torch() == before
+
+
+def own_functions_in_torch() -> list[str]:
+    """The attributes of torch's modules and classes that are functions of this package."""
+    found = []
+    for module in [each for name, each in sys.modules.items() if name.partition(".")[0] == "torch"]:
+        classes = [each for each in vars(module).values() if issubclass(type(each), type)]
+        for owner in (module, *classes):
+            found += [
+                f"{owner.__name__}.{name}"
+                for name, value in list(vars(owner).items())
+                if type(value) is FunctionType and "/fsdp_inspect/" in value.__code__.co_filename
+            ]
+    return found
 
 
 @pytest.mark.parametrize(

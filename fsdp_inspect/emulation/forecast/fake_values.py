@@ -26,7 +26,7 @@ from fsdp_inspect.recording.torch_api.dispatch import (
 _ASKING = torch.ops.aten._local_scalar_dense.default
 _GROUPED = torch.ops.aten._grouped_mm.default
 _NEW_EMPTY = torch.ops.aten.new_empty.default
-_OURS = Path(__file__).parents[1]
+_OURS = Path(__file__).parents[2]
 _PYTHON = Path(traceback.__file__).parent
 
 

@@ -9,23 +9,49 @@ from typing import Any
 _ABSENT = object()
 
 
+class _Change:
+    """A value that an attribute received, and the one that it had before."""
+
+    def __init__(self, value: Any, before: Any) -> None:
+        self.value = value
+        self.before = before
+
+
+_changes: dict[tuple[int, str], list[_Change]] = {}
+"""Changes that are not restored yet, by the identity of the target and the attribute."""
+
+
 def set_attribute(target: object, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute on an instance, class or module itself.
+
+    Changes of one attribute may be restored in any order: two recorders in one process may end in
+    either order. After the last one, the attribute is what it was before the first.
 
     Returns:
         A function that restores or deletes the attribute. If other code has replaced the value in
         the meantime, that code's value stays.
     """
-    before = vars(target).get(name, _ABSENT)
+    change = _Change(value, vars(target).get(name, _ABSENT))
+    key = id(target), name
+    _changes.setdefault(key, []).append(change)
     setattr(target, name, value)
 
     def restore() -> None:
-        if vars(target).get(name) is not value:
+        changes = _changes.get(key, [])
+        if change not in changes:
             return
-        if before is _ABSENT:
-            delattr(target, name)
+        changes.remove(change)
+        if not changes:
+            del _changes[key]
+        if vars(target).get(name) is value:
+            if change.before is _ABSENT:
+                delattr(target, name)
+            else:
+                setattr(target, name, change.before)
         else:
-            setattr(target, name, before)
+            for later in changes:
+                if later.before is value:
+                    later.before = change.before
 
     return restore
 

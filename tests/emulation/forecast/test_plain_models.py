@@ -1,5 +1,6 @@
 """Forecasts of common models are exact to the byte and state what is unknown."""
 
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from fsdp_inspect import ForecastTarget, Recorder, forecast_memory
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
+from fsdp_inspect.emulation.forecast.fake_values import describe_user_line
 from fsdp_inspect.emulation.network import Link, Specification
 from fsdp_inspect.emulation.process import emulate
 from fsdp_inspect.errors import ForecastError
@@ -78,6 +80,16 @@ def test_a_size_that_depends_on_values_is_refused_with_the_line(tmp_path: Path) 
     with pytest.raises(ForecastError, match=r"at step, .*plain_models\.py:\d+") as raised:
         forecast(plain_models.sizes_by_value, tmp_path / "x")
     assert "no shape depends on the values of a tensor" in str(raised.value)
+
+
+def test_code_of_this_package_is_never_named_as_the_users() -> None:
+    frames = traceback.StackSummary.from_list(
+        [
+            ("/home/user/train.py", 30, "step", None),
+            (open_run.__code__.co_filename, 137, "read", None),
+        ]
+    )
+    assert describe_user_line(frames) == "step, /home/user/train.py:30"
 
 
 def test_what_is_offloaded_is_not_the_devices_memory(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.recording.torch_api.attributes import replace_everywhere, set_attribute
 
@@ -39,6 +40,23 @@ def test_a_value_that_somebody_else_set_meanwhile_stays():
     target.size = 3
     restore()
     assert target.size == 3
+
+
+@given(st.permutations(range(4)), st.booleans())
+def test_changes_are_restored_in_any_order(order: list[int], owned: bool) -> None:
+    machine = Machine()
+    if owned:
+        machine.run = "owned"
+    before = dict(vars(machine))
+    restores = [set_attribute(machine, "run", number) for number in range(4)]
+    left = set(range(4))
+    for number in order:
+        restores[number]()
+        restores[number]()  # a second call changes nothing
+        left.remove(number)
+        if left:
+            assert machine.run == (max(left) if 3 not in left else 3)
+    assert vars(machine) == before
 
 
 def test_a_function_is_replaced_under_every_name_that_modules_have_for_it(
