@@ -23,6 +23,7 @@ from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.recording.code_places import OWN_PACKAGES, CodePlaces
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.compilations import read_compilations
+from fsdp_inspect.recording.torch_api.overrides import call_method, unseen
 from fsdp_inspect.trace.codes import NO_UNIT, Phase
 from fsdp_inspect.trace.host_work import (
     BOOLEAN_MASK,
@@ -134,12 +135,12 @@ class StopCounter:
         @functools.wraps(original)
         def read(*args: Any, **kwargs: Any) -> Any:
             if not session.detail or self._is_inside or not self._is_sampled():
-                return original(*args, **kwargs)
-            if self._on_device and args and getattr(args[0], "is_cpu", False):
-                return original(*args, **kwargs)  # the value is on the host already
+                return call_method(original, args, kwargs)
+            if self._on_device and args and _is_on_host(args[0]):
+                return call_method(original, args, kwargs)
             start_ns, self._is_inside = now(), True
             try:
-                return original(*args, **kwargs)
+                return call_method(original, args, kwargs)
             finally:
                 self._is_inside = False
                 self._note(what, now() - start_ns, sys._getframe(1))
@@ -150,12 +151,12 @@ class StopCounter:
         original, session, now = torch.Tensor.__getitem__, self._session, time.perf_counter_ns
 
         @functools.wraps(original)
-        def index(tensor: Any, key: Any) -> Any:
-            if not session.detail or self._is_inside or not _has_mask(key):
-                return original(tensor, key)
+        def index(*args: Any) -> Any:
+            if not session.detail or self._is_inside or not _has_mask(args[-1]):
+                return call_method(original, args, {})
             start_ns, self._is_inside = now(), True
             try:
-                return original(tensor, key)
+                return call_method(original, args, {})
             finally:
                 self._is_inside = False
                 self._note(BOOLEAN_MASK, now() - start_ns, sys._getframe(1))
@@ -290,9 +291,19 @@ def _time_nothing() -> int:
     return min(times)
 
 
+@unseen
+def _is_on_host(tensor: Any) -> bool:
+    return bool(getattr(tensor, "is_cpu", False))
+
+
 def _has_mask(key: Any) -> bool:
     keys = key[:_MOST_MASKS] if type(key) is tuple else (key,)
-    return any(isinstance(each, torch.Tensor) and each.dtype is torch.bool for each in keys)
+    return any(isinstance(each, torch.Tensor) and _is_boolean(each) for each in keys)
+
+
+@unseen
+def _is_boolean(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.bool
 
 
 # --- Measure the inputs of a forward.
@@ -300,6 +311,7 @@ def _has_mask(key: Any) -> bool:
 _MASKS = ("attention_mask", "padding_mask", "mask")
 
 
+@unseen
 def _measure_inputs(step: int, args: Any, kwargs: Any) -> BatchWork | None:
     """The size of the first tensor; None: the model receives none."""
     given = {**{str(place): each for place, each in enumerate(args)}, **kwargs}

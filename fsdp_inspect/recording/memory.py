@@ -19,6 +19,7 @@ import torch
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.tensors import describe_tensors
 from fsdp_inspect.recording.torch_api.dispatch import tree_leaves
+from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Method
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
@@ -179,7 +180,7 @@ class MemoryProbe:
             return
         self._inputs_step = session.step
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
-        session.inputs = describe_tensors(leaves)
+        session.inputs = unseen(describe_tensors)(leaves)
         self._name(leaves, MemoryCategory.INPUT, NO_UNIT)
 
     def unsharded(self, handle: UnitHandle, unit: int) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.tensors import local_part, tensors_in
+from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.numerics import (
     NumericsStep,
@@ -108,7 +109,7 @@ class StepObserver:
     def _guarded(self, look: Callable[[], None]) -> None:
         if self.problem is None:
             try:
-                look()
+                unseen(look)()
             except Exception as error:  # such as out of memory; the training continues
                 raise_if_of_signal(error)
                 self.problem = error
@@ -175,6 +176,7 @@ class StepObserver:
         step = NumericsStep(self._step, observations, updates)
         return encode_step(step, None if origin is None else origin.model_dump())
 
+    @unseen
     @torch.no_grad()
     def _see(self, unit: int, place: Place, tensors: Any) -> None:
         for tensor in tensors:
@@ -188,6 +190,7 @@ class StepObserver:
             seen.largest.append(local.abs().max().float())
             seen.squared_norms.append(_squared_norm(local))
 
+    @unseen
     @torch.no_grad()
     def _compare(
         self,
@@ -227,6 +230,7 @@ def _with(optimizer: torch.optim.Optimizer, setting: str, value: float) -> set[i
     }
 
 
+@unseen
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local_part(tensor).detach()
 
@@ -236,6 +240,7 @@ def _squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     return norm * norm
 
 
+@unseen
 def _read(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[float]]:
     """The values of groups of 0-d tensors; waits once for each device."""
     flat = [tensor for group in groups for tensor in group]

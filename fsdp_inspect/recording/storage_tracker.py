@@ -66,6 +66,7 @@ from fsdp_inspect.recording.torch_api.dispatch import (
     schema_of,
     storage_key,
 )
+from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
 
 TensorLike = torch.Tensor | torch.UntypedStorage
@@ -187,6 +188,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Register storages from before the step: parameters, buffers, states, gradients."""
         self.classify(tensors, category, owner_unit)
 
+    @unseen
     def register_earlier(self, known: Mapping[int, ref[torch.UntypedStorage]]) -> None:
         """Follow the storages of all tensors in Python objects: earlier steps may keep some.
 
@@ -475,6 +477,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._log.events.append(StorageEvent(live.index, live.num_bytes, moment))
             return live
 
+    @unseen
     def _counts(self, tensor: TensorLike) -> bool:
         """Whether this is real memory on the tracked device."""
         # DTensor computes its layouts on fake tensors of the global shape, which use no memory. If
@@ -633,6 +636,7 @@ def _live_storages() -> Iterator[tuple[TensorLike, torch.UntypedStorage]]:
                 raise_if_of_signal(error)
 
 
+@unseen
 def _storages_in(value: object) -> list[tuple[TensorLike, torch.UntypedStorage]]:
     """All plain tensors and storages inside a value, each with its storage."""
     found: list[tuple[TensorLike, torch.UntypedStorage]] = []

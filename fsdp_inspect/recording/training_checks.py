@@ -27,6 +27,7 @@ from fsdp_inspect.recording.parameter_samples import ParameterSamples
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
+from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.recording.value_watch import Recording, ValueWatch
 from fsdp_inspect.trace.correctness import LossSeen, OptimizerSeen, TrainingSeen
 
@@ -129,7 +130,7 @@ class TrainingChecks:
         if not (self._observes() if is_early else self._session.active and not self._has_failed):
             return
         try:
-            observe()
+            unseen(observe)()
         except Exception as error:
             raise_if_of_signal(error)
             self._is_over = self._has_failed = True

@@ -282,7 +282,7 @@ def test_the_end_of_backward_waits_for_the_futures_of_communication_hooks() -> N
 
 
 class Link:
-    """An emulated link on which each collective takes 5 ms."""
+    """An emulated link on which each collective takes 60 s, longer than any busy machine."""
 
     def __init__(self) -> None:
         self.transfer: Transfer | None = None
@@ -293,7 +293,7 @@ class Link:
 
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         now_ns = time.perf_counter_ns()
-        transfer = Transfer(EventKind.ALL_REDUCE, 16, now_ns, now_ns, now_ns + 5 * MS)
+        transfer = Transfer(EventKind.ALL_REDUCE, 16, now_ns, now_ns, now_ns + 60_000 * MS)
         self.transfer = transfer
         return EmulatedWork(transfer)
 
@@ -321,6 +321,6 @@ def test_an_emulated_asynchronous_collective_is_waited_for_where_the_script_wait
         assert work is not None
         work.wait()
     [row], [wait] = recorded.collectives(), recorded.waits()
-    assert row["end_ns"] - row["start_ns"] == 5 * MS
+    assert row["end_ns"] - row["start_ns"] == 60_000 * MS
     assert row["start_ns"] < row["need_ns"] == wait["start_ns"]
     assert wait["end_ns"] == row["end_ns"]

@@ -1,0 +1,109 @@
+"""Code of the user that torch calls for its own classes of tensors notices no recorder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from fsdp_inspect import Recorder
+from fsdp_inspect.store.reader import open_run
+
+STEPS = 8
+
+
+class Listed(torch.Tensor):
+    """A class that lists the functions of torch that receive its tensors."""
+
+    calls: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(str(getattr(func, "__qualname__", func)))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Strict(torch.Tensor):
+    """A class that allows the functions of its table, and no other one."""
+
+    TABLE = {  # noqa: RUF012
+        torch.Tensor.item: lambda tensor: 42.0,
+        torch.Tensor.__bool__: lambda tensor: True,
+        torch.Tensor.__getitem__: lambda tensor, key: "an element",
+        torch.Tensor.nonzero: lambda tensor: "places",
+        torch.Tensor.__format__: lambda tensor, form: "a text",
+    }
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls.TABLE[func](*args, **(kwargs or {}))
+
+
+def batches() -> Iterator[dict[str, torch.Tensor]]:
+    def collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"x": torch.stack(rows), "attention_mask": torch.ones(2, 6).as_subclass(Listed)}
+
+    rows = [torch.randint(0, 16, (6,)).as_subclass(Listed) for _ in range(2 * STEPS)]
+    yield from DataLoader(rows, batch_size=2, collate_fn=collate)
+
+
+def train(path: Path | None) -> tuple[list[str], list[float]]:
+    """The functions that saw tensors of the class, and the losses; `path`: the recording."""
+    torch.manual_seed(0)
+    Listed.calls.clear()
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16))
+    fully_shard(model[1])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    recorder = None if path is None else Recorder(model, path=path, numerics_every=2)
+    losses = []
+    with contextlib.nullcontext() if recorder is None else recorder:
+        for batch in batches():
+            with contextlib.nullcontext() if recorder is None else recorder.step():
+                logits = model(batch["x"]).clone()
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["x"].flatten())
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                assert loss[loss > 0].sum()
+                losses.append(loss.item())
+                if recorder is not None:
+                    recorder.log(loss=loss)
+    return list(Listed.calls), losses
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a class's output is a view
+def test_a_class_of_tensors_sees_the_same_calls_as_without_the_recorder(
+    one_rank: None, tmp_path: Path
+) -> None:
+    plain, recorded = train(None), train(tmp_path / "run")
+    assert recorded == plain
+    assert len(plain[0]) > 10 * STEPS
+    assert open_run(tmp_path / "run").notes == []
+
+
+def test_a_table_of_methods_finds_them_while_the_recorder_is_attached(
+    one_rank: None, tmp_path: Path
+) -> None:
+    def use() -> list[Any]:
+        tensor = torch.ones(2).as_subclass(Strict)
+        return [tensor.item(), bool(tensor), tensor[0], tensor.nonzero(), f"{tensor:.2}"]
+
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    expected = use()
+    with Recorder(model, path=tmp_path / "run") as recorder:
+        for _ in range(3):
+            with recorder.step():
+                model(torch.ones(2, 4)).sum().backward()
+                assert use() == expected
+    with pytest.raises(KeyError):
+        torch.ones(2).as_subclass(Strict).sum()
