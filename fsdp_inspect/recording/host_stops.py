@@ -23,7 +23,7 @@ from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.recording.code_places import OWN_PACKAGES, CodePlaces
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.compilations import read_compilations
-from fsdp_inspect.recording.torch_api.overrides import call_method, unseen
+from fsdp_inspect.recording.torch_api.overrides import call_override, has_torch_function, unseen
 from fsdp_inspect.trace.codes import NO_UNIT, Phase
 from fsdp_inspect.trace.host_work import (
     BOOLEAN_MASK,
@@ -134,13 +134,17 @@ class StopCounter:
 
         @functools.wraps(original)
         def read(*args: Any, **kwargs: Any) -> Any:
+            if has_torch_function(args):
+                call: Callable[..., Any] = functools.partial(call_override, original, args)
+            else:
+                call = original
             if not session.detail or self._is_inside or not self._is_sampled():
-                return call_method(original, args, kwargs)
+                return call(*args, **kwargs)
             if self._on_device and args and _is_on_host(args[0]):
-                return call_method(original, args, kwargs)
+                return call(*args, **kwargs)
             start_ns, self._is_inside = now(), True
             try:
-                return call_method(original, args, kwargs)
+                return call(*args, **kwargs)
             finally:
                 self._is_inside = False
                 self._note(what, now() - start_ns, sys._getframe(1))
@@ -152,11 +156,15 @@ class StopCounter:
 
         @functools.wraps(original)
         def index(*args: Any) -> Any:
+            if has_torch_function(args):
+                call: Callable[..., Any] = functools.partial(call_override, original, args)
+            else:
+                call = original
             if not session.detail or self._is_inside or not _has_mask(args[-1]):
-                return call_method(original, args, {})
+                return call(*args)
             start_ns, self._is_inside = now(), True
             try:
-                return call_method(original, args, {})
+                return call(*args)
             finally:
                 self._is_inside = False
                 self._note(BOOLEAN_MASK, now() - start_ns, sys._getframe(1))
@@ -297,8 +305,12 @@ def _is_on_host(tensor: Any) -> bool:
 
 
 def _has_mask(key: Any) -> bool:
-    keys = key[:_MOST_MASKS] if type(key) is tuple else (key,)
-    return any(isinstance(each, torch.Tensor) and _is_boolean(each) for each in keys)
+    if type(key) is int or type(key) is slice:  # the usual ones
+        return False
+    for each in key[:_MOST_MASKS] if type(key) is tuple else (key,):
+        if isinstance(each, torch.Tensor) and _is_boolean(each):
+            return True
+    return False
 
 
 @unseen

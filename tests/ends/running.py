@@ -132,18 +132,25 @@ def _kill(job: subprocess.Popen[bytes]) -> None:
     job.wait()
 
 
-def find_differences(plain: JobEnd, recorded: JobEnd) -> list[str]:
+def find_differences(plain: JobEnd, recorded: JobEnd, *, is_tie: bool = False) -> list[str]:
     """The differences of an end with the recorder, without those of its time.
 
     A rank that is ended by torchrun may have printed its own error or not, so its traceback is
-    compared only if both exist.
+    compared only if both exist. `is_tie`: all ranks fail at once, so chance decides which one
+    torchrun names, also without the recorder.
     """
     found = []
     if plain.code != recorded.code:
         found.append(f"exit code {recorded.code}, expected {plain.code}")
-    if plain.root_cause != recorded.root_cause:
+    causes = [
+        [(key, value) for key, value in end.root_cause if key != "rank" or not is_tie]
+        for end in (recorded, plain)
+    ]
+    if causes[0] != causes[1]:
         found.append(f"root cause {recorded.root_cause}, expected {plain.root_cause}")
     cause = dict(plain.root_cause).get("rank")
+    if is_tie and cause != dict(recorded.root_cause).get("rank"):
+        cause = None
     for where, text in plain.tracebacks.items():
         other = recorded.tracebacks.get(where, "")
         is_needed = where.endswith(f"/{cause}") or (text and other)

@@ -43,6 +43,8 @@ _EXPLAINED = (
     *("exception-in-backward", "data-worker", "two-errors", "two-errors-on-rank-0-first"),
     *("sigkill", "abort", "hard-exit", "restart-in-vain"),
 )
+_TIES = ("exception-everywhere", "exit-after-training")
+"""Without the recorder, torchrun named rank 0 in 6 and rank 1 in 2 of 8 runs of the first one."""
 
 
 _HINT = "fsdp_inspect: The training failed. To see which rank failed first, and why"
@@ -72,7 +74,7 @@ def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path:
         was_busy = is_busy()
         plain = end_of(name, "no", tmp_path / f"{pair}-plain")
         recorded = end_of(name, how, tmp_path / f"{pair}-recorded")
-        found = find_differences(plain, recorded)
+        found = find_differences(plain, recorded, is_tie=name in _TIES)
         plain_s = max(plain_s, plain.after_s)
         later_s = recorded.after_s - plain_s
         is_late = later_s > MOST_LATER_S and not was_busy

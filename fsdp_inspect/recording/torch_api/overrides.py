@@ -13,6 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
+__all__ = ["call_override", "has_torch_function", "unseen"]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -28,12 +30,16 @@ def unseen(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def call_method(method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_override(method: Callable[..., Any], relevant: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a method of `torch.Tensor` that is replaced at the moment, as torch calls it.
 
-    For a tensor with `__torch_function__`, torch looks up the method by its name and would hand
-    over the replacement. Tables of the user's class hold the original.
+    torch looks up the method by its name and would hand over the replacement. Tables of the user's
+    class hold the original.
+
+    Args:
+        method: The original.
+        relevant: The arguments of which one has a `__torch_function__`.
+        *args: The arguments.
+        **kwargs: The arguments by name.
     """
-    if has_torch_function(args):
-        return handle_torch_function(method, args, *args, **kwargs)
-    return method(*args, **kwargs)
+    return handle_torch_function(method, relevant, *args, **kwargs)
