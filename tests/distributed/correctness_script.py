@@ -1041,6 +1041,7 @@ def train_twice(
     folder: Path,
     *,
     loads_weights: bool = True,
+    left_out: str = "",
     loads_optimizer: bool = True,
     loads_schedule: bool = True,
     saves: bool = True,
@@ -1052,13 +1053,16 @@ def train_twice(
         optimizer = adam(model)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         if attempt:
+            kept[0] = {key: value for key, value in kept[0].items() if key != left_out}
             for each, wanted, state in zip(
                 (model, optimizer, schedule),
                 (loads_weights, loads_optimizer, loads_schedule),
                 kept,
                 strict=True,
             ):
-                if wanted:
+                if wanted and each is model:
+                    model.load_state_dict(state, strict=not left_out)
+                elif wanted:
                     each.load_state_dict(state)
         options = {"path": folder, "print_verdict": False, "resume": bool(attempt)}
         with fsdp_inspect.Recorder(model, **options):
@@ -1075,6 +1079,11 @@ def train_twice(
 @loop
 def weights_not_resumed(folder: Path) -> None:
     train_twice(folder, loads_weights=False)
+
+
+@loop
+def part_not_resumed(folder: Path) -> None:
+    train_twice(folder, left_out="2.weight")
 
 
 @loop

@@ -23,6 +23,7 @@ SUM = "The loss is not divided by the 2 microbatches."
 MISTAKES = {
     "local-norm-logged": "train/grad_norm is the norm of each rank's own gradients.",
     "weights-not-resumed": "The resumed training starts from its first values again.",
+    "part-not-resumed": "A part of the resumed model keeps its first values.",
     "schedule-not-resumed": "The resumed training starts its learning rate schedule again.",
     "optimizer-not-resumed": "The resumed optimizer starts without its state.",
     "bias-left-out": "No optimizer holds 1 parameter that has gradients.",

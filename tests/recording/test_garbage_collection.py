@@ -87,6 +87,7 @@ def test_a_forked_child_changes_nothing(collections):
 
 def test_a_collection_below_which_no_python_code_runs_is_counted(collections, rows, monkeypatch):
     """At the end of the interpreter, and in a thread of another library."""
+    gc.collect()  # what earlier tests left
     errors = []
     monkeypatch.setattr(sys, "unraisablehook", errors.append)
     session = collections._session

@@ -2,7 +2,8 @@
 
 - Seen: in each attempt of a run, the sampled values before the first update, whether the optimizer
   has state then and later, the learning rates of the first updates, and the first batches.
-- Proof: the values are those of the first attempt, although it saved a checkpoint; they are not,
+- Proof: all or some values are those before the first update of the first attempt, which changed
+  them and saved a checkpoint; they are not,
   and the optimizer starts without the state that it keeps, or the learning rates or at least three
   different batches repeat those of the first attempt.
 - Refuted by: no checkpoint before the restart: the training then rightly starts again. A pass over
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 
 from fsdp_inspect.analysis.correctness.batches import LEAST_BATCHES
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
-from fsdp_inspect.formatting import plural
+from fsdp_inspect.formatting import listed, plural
 from fsdp_inspect.trace.codes import EventFlag, EventKind
 from fsdp_inspect.trace.correctness import TrainingSeen
 from fsdp_inspect.trace.run import RunSource
@@ -57,6 +58,7 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
                 place,
             )
         return
+    yield from _parts_from_the_start(observed, pairs)
     lost = [rank for rank, (_, now) in pairs.items() if _starts_without_state(now)]
     if len(lost) == len(pairs):
         yield TrainingFault(
@@ -103,6 +105,40 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
             "Save and load the position in the data (StatefulDataLoader), or skip the batches that "
             "the checkpoint has seen.",
         )
+
+
+def _parts_from_the_start(
+    observed: Observed, pairs: dict[int, tuple[TrainingSeen, TrainingSeen]]
+) -> Iterator[TrainingFault]:
+    """A fault if some parameters continue, and some hold their first values again on every rank."""
+    reset = [names for pair in pairs.values() for names in [_reset_parameters(*pair)] if names]
+    saves = any(_saves(each) for each in observed.run.earlier_attempts)
+    names = list(dict.fromkeys(name for each in reset for name in each))
+    if not names or len(reset) < len(pairs) or not saves:
+        return
+    yield TrainingFault(
+        TrainingCheck.RESUME,
+        tuple(sorted(pairs)),
+        False,
+        "A part of the resumed model keeps its first values.",
+        f"Before the first update, {listed(names, 3)} {'holds' if len(names) == 1 else 'hold'} the "
+        "values with which the first attempt began and which it then changed. The other sampled "
+        "parameters continue.",
+        "Compare the checkpoint's keys with the model's: load_state_dict with strict=False skips "
+        "missing ones. If this part is meant to start again, ignore this.",
+        observed.place_of_update(min(pairs)),
+    )
+
+
+def _reset_parameters(then: TrainingSeen, now: TrainingSeen) -> list[str]:
+    """The parameters that changed in the first attempt, and are as before its first update."""
+    first, again = then.updates[0].digests, now.updates[0].digests
+    return [
+        parameter.name
+        for place, parameter in enumerate(then.parameters)
+        if first[place] == again[place]
+        and any(update.digests[place] != first[place] for update in then.updates[1:])
+    ]
 
 
 def _repeats_data(then: TrainingSeen, now: TrainingSeen) -> bool:
