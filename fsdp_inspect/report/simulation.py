@@ -3,6 +3,7 @@
 Names from the run are plain text, never rich markup.
 """
 
+import math
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
@@ -71,10 +72,9 @@ def answer_buckets(found: BucketSimulation) -> str:
 def _reasons_of_buckets(found: BucketSimulation) -> Iterable[str]:
     before, after = found.replayed, found.predicted
     overlap = "" if found.overlaps else ", without overlap"
-    yield (
-        f"Buckets: {len(before.buckets)} -> {len(after.buckets)}, full at "
-        f"{found.bucket_cap_mb:.4g} MiB{overlap}."
-    )
+    is_known = not math.isnan(found.bucket_cap_mb)
+    full = f"full at {found.bucket_cap_mb:.4g} MiB" if is_known else "of a size torch did not log"
+    yield f"Buckets: {len(before.buckets)} -> {len(after.buckets)}, {full}{overlap}."
     yield (
         f"Predicted step time: {format_ns(after.step_time_ns)}, interval "
         f"{format_ns(found.low_ns)} to {format_ns(found.high_ns)}."

@@ -113,7 +113,7 @@ class BucketSimulation(TableResult):
     num_steps: int
     """The recorded steps behind it."""
     bucket_cap_mb: float
-    """MiB at which a bucket is full."""
+    """MiB at which a bucket is full; NaN: the recorded size, which torch did not log."""
     overlaps: bool
     """Whether all-reduces run while backward computes."""
     recorded_step_ns: int

@@ -1,5 +1,6 @@
 """Predictions of steps with other buckets of DDP, against backwards that are computed by hand."""
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -182,3 +183,15 @@ def test_the_command_refuses_a_size_that_is_no_size(
     assert f"invalid size '{size}'. Expected MiB above 0, for example 25." in words
     assert "internal error" not in ended.err
     assert invoke("simulate", run, "--bucket-cap", "5").code == 0
+
+
+def test_a_size_that_torch_did_not_log_is_said_to_be_unknown(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    observed = {"bucket_cap_mb": "unknown"}
+    run = write_run(run_of(assign(BLOCKS, 2.0), observed=observed), tmp_path / "run")
+    text = " ".join(invoke("simulate", run, "--no-overlap").out.split())
+    assert "of a size torch did not log, without overlap." in text
+    assert "nan" not in text
+    found = json.loads(invoke("simulate", run, "--no-overlap", "--json").out)
+    assert found["bucket_cap_mb"] is None
