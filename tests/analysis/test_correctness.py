@@ -86,6 +86,16 @@ def test_without_sampled_updates_gradients_are_not_checked() -> None:
     assert unknown["gradients"].startswith("No update of a parameter")
 
 
+def test_with_deepspeed_the_reason_is_its_own_optimizer() -> None:
+    found = observed(input_bound(), TrainingSeen(), TrainingSeen())
+    manifest = found.manifest.model_copy(update={"sharder": "zero2"})
+
+    unknown = check_training(replace(found, manifest=manifest)).not_checked
+
+    assert all("in its own optimizer" in unknown[name] for name in ("optimizer", "gradients"))
+    assert "DeepSpeed" not in unknown["loss"] + unknown["batches"]
+
+
 def test_shards_of_one_recorded_rank_are_not_compared() -> None:
     update = UpdateSeen(
         step=0, rate=1.0, factor=1.0, gradients=[1.0, 2.0], values=[1.0, 1.0], digests=[1, 2],

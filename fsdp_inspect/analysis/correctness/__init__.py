@@ -26,6 +26,7 @@ from fsdp_inspect.analysis.correctness.scales import check_scales
 from fsdp_inspect.analysis.correctness.token_means import check_loss
 from fsdp_inspect.analysis.correctness.values import check_finite
 from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.sharders import DEEPSPEED
 
 __all__ = ["Correctness", "TrainingCheck", "TrainingFault", "check_training"]
 
@@ -46,6 +47,15 @@ _CHECKS = (
     check_loss,
 )
 """In the order of `TrainingCheck`."""
+_IN_UPDATES = (
+    *(TrainingCheck.OPTIMIZER, TrainingCheck.GRADIENTS, TrainingCheck.PARAMETERS),
+    *(TrainingCheck.REPLICAS, TrainingCheck.ACCUMULATION, TrainingCheck.CLIPPING),
+    TrainingCheck.PRECISION,
+)
+_OF_DEEPSPEED = (
+    "DeepSpeed updates flat copies of the parameters in its own optimizer, whose values are not "
+    "sampled."
+)
 
 
 def check_training(run: RunSource) -> Correctness:
@@ -56,6 +66,9 @@ def check_training(run: RunSource) -> Correctness:
         return Correctness((), (), dict.fromkeys((each.value for each in TrainingCheck), reason))
     observed = Observed(run, seen, {record.rank: record for record in run.ranks})
     found = [fault for check in _CHECKS for fault in check(observed)]
+    if run.manifest.sharder in DEEPSPEED:
+        for check in observed.not_checked.keys() & _IN_UPDATES:
+            observed.not_checked[check] = _OF_DEEPSPEED
     return Correctness(
         tuple(each for each in found if not each.is_note),
         tuple(each for each in found if each.is_note),

@@ -23,6 +23,7 @@ CASES = [
     *(f"lightning-{name}" for name in CHECKS if name != "sharded"),
 ]
 
+DEEPSPEED = DRIVER.with_name("deepspeed_mistakes.py")
 TORCHTITAN = DRIVER.with_name("torchtitan_driver.py")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -42,6 +43,25 @@ def test_a_mistake_made_with_a_framework_is_named(
     faults = open_run(folder).correctness().faults
     expected = CHECKS[mistake]
     assert [fault.check for fault in faults] == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize("mistake", ["none", "same", "means"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_mistake_with_a_stage_of_deepspeed_is_named(
+    stage: int, mistake: str, tmp_path: Path, torchrun: Torchrun
+) -> None:
+    """An optimizer of other tensors ends in an error of DeepSpeed."""
+    pytest.importorskip("deepspeed")
+
+    arguments = ("-m", "fsdp_inspect.record", "--no-verdict", "--out", tmp_path)
+    environment = {"PYTHONPATH": str(DRIVER.parents[3])}
+    torchrun(*arguments, DEEPSPEED, f"{stage}-{mistake}", environment=environment)
+
+    [folder] = tmp_path.iterdir()
+    correctness = open_run(folder).correctness()
+    expected = CHECKS[mistake]
+    assert [fault.check for fault in correctness.faults] == ([expected] if expected else [])
+    assert "in its own optimizer" in correctness.not_checked["optimizer"]
 
 
 @pytest.mark.parametrize("mistake", ["none", "stale", "same", "means", "alone"])
