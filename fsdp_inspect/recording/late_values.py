@@ -30,7 +30,7 @@ class LateValues:
             self._copy(value, keep)
 
     def _copy(self, value: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
-        copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        copy = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
         copy.copy_(value, non_blocking=True)
         self._pending.append((copy, keep, self._clock.mark()))
 

@@ -332,7 +332,7 @@ def _weigh(values: torch.Tensor | None) -> float | None:
     """
     if values is None:
         return None
-    weights = torch.linspace(1, 2, len(values), dtype=values.dtype)
+    weights = torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)
     found = float(values @ weights)
     return found if math.isfinite(found) else None
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.analysis.correctness import check_training
 from fsdp_inspect.store.reader import open_run
 
 STEPS = 8
@@ -107,3 +108,30 @@ def test_a_table_of_methods_finds_them_while_the_recorder_is_attached(
                 assert use() == expected
     with pytest.raises(KeyError):
         torch.ones(2).as_subclass(Strict).sum()
+
+
+def test_a_default_device_of_the_script_is_not_that_of_the_recorders_own_tensors(
+    one_rank: None, tmp_path: Path
+) -> None:
+    model = nn.Linear(8, 4)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inputs = torch.ones(2, 8)
+    torch.set_default_device("meta")
+    try:
+        assert torch.empty(1).is_meta
+        with Recorder(model, path=tmp_path / "run", numerics_every=4) as recorder:
+            for _ in range(STEPS):
+                with recorder.step():
+                    model(inputs).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    finally:
+        torch.set_default_device(None)
+
+    run = open_run(tmp_path / "run")
+    assert run.notes == []
+    assert "gradients" not in check_training(run).not_checked
+    [record] = run.ranks
+    assert record.training is not None
+    assert all(None not in each.weighted for each in record.training.updates)

@@ -646,9 +646,9 @@ def fingerprint(tensor: torch.Tensor) -> Array:
     found = np.zeros(FINGERPRINT_LENGTH)
     if count:
         wide = flat.double()
-        places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).round().long()
+        wanted = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64, device=flat.device)
         found[0], found[1] = float(wide.sum()), float(wide.dot(wide))
-        found[2 : 2 + count] = wide[places.to(flat.device)].cpu().numpy()
+        found[2 : 2 + count] = wide[wanted.round().long()].cpu().numpy()
     return found
 
 
