@@ -16,7 +16,7 @@ from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
 from fsdp_inspect.analysis.verdict.words import NOT_TRAINING
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.formatting import format_bytes, format_ns, name_run
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run
 from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.network import unknown_latencies
@@ -73,8 +73,8 @@ class PlanAdvice:
     fastest: Proposal
     """The recorded plan if no change is worth making."""
     smallest: Proposal | None
-    """The plan with the lowest peak within the time limit (default: the recorded step). It is an
-    alternative to `fastest`. None if no plan lowers the peak by `WORTH_RATIO`."""
+    """The plan with the lowest peak that is not slower than the recorded one. It is an alternative
+    to `fastest`. None if no plan lowers the peak by `WORTH_RATIO`."""
     front: tuple[ParetoPoint, ...]
     notes: tuple[str, ...]
     caveats: tuple[str, ...]
@@ -167,9 +167,12 @@ def give_advice(
             f"{scorer.work.memory_refusal or _NO_MEMORY} Without the limit, plans are ranked by "
             "time: omit --memory-limit.",
         )
-    limit = evidence.device_bytes if request.memory_limit is None else request.memory_limit
+    limit = evidence.memory_limit(request)
     search = Search(
-        scorer, limit, allow_dtypes=request.allow_dtypes, time_limit_ns=request.time_limit_ns
+        scorer,
+        limit,
+        allow_dtypes=request.allow_dtypes,
+        memory_margin=scorer.trust.memory_margin,
     )
     plan = _advise_plan(scorer, evidence, search, request, limit)
     answer = _answer(plan, findings)
@@ -282,7 +285,10 @@ def _notes(scorer: PlanScorer, limit: int | None) -> list[str]:
     elif scorer.recorded.peak_bytes is None:
         notes.append(_NO_MEMORY)
     elif limit is not None:
-        notes.append("The limit applies to the predicted peak of allocated memory.")
+        notes.append(
+            "The limit applies to the predicted peak of allocated memory, plus "
+            f"{format_ratio(scorer.trust.memory_margin)} for its error."
+        )
     if not any(unit.parameters for unit in scorer.work.units):
         notes.append(
             "The run does not contain the parameters of its units, so no unit was split. "
@@ -316,10 +322,6 @@ def _limits_of_search(scorer: PlanScorer, request: AdviceRequest, *, fits: bool)
     """Kinds of plans that were not simulated, because of the options or of missing data."""
     if not request.allow_dtypes and _sends_float32(scorer):
         yield "All messages stay in float32. --allow-dtypes also tries bfloat16 (R13, R14)."
-    limit_ns = request.time_limit_ns
-    if limit_ns is not None and all(each.step_ns > limit_ns for each in scorer.scores.values()):
-        least = min(each.step_ns for each in scorer.scores.values())
-        yield f"No plan takes at most {format_ns(limit_ns)}: the fastest takes {format_ns(least)}."
     if scorer.space.plan.has_other_dimensions:
         yield (
             "Replicas (HSDP) were not tried: the mesh has dimensions besides data parallelism, or "

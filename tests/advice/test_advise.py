@@ -167,7 +167,7 @@ def test_a_tight_memory_limit_gives_the_fastest_plan_that_fits():
     assert free.fastest.peak_bytes is not None
     assert free.fastest.peak_bytes > 27 * MIB
     assert tight.fastest.peak_bytes is not None
-    assert tight.fastest.peak_bytes <= 27 * MIB
+    assert tight.fastest.peak_bytes * 1.02 <= 27 * MIB  # the error of a predicted peak
     assert free.fastest.step_ns < tight.fastest.step_ns < tight.replayed_step_ns
     kept = [u for u in tight.fastest.plan.units if u.reshard_after_forward is False]
     assert 0 < len(kept) < len(tight.fastest.plan.units)
@@ -231,12 +231,6 @@ def test_backwards_that_do_not_accumulate_are_no_microbatches(loop: str):
         run = replace(run, manifest=run.manifest.model_copy(update={"observed": observed}))
     assert observed_plan(run).accumulation == Accumulation()
     assert not {"R16", "R17"} & rules_of(plan_advice(run))
-
-
-def test_a_time_limit_that_no_plan_keeps_is_said():
-    advice = plan_advice(open_run(SAMPLE), time_limit_ns=1)
-    assert advice.smallest is None
-    assert any("No plan takes at most 1 ns" in note for note in advice.notes)
 
 
 # --- laws

@@ -70,7 +70,7 @@ def evidence_of(
         causes_ns={},
         exposed_by_kind_ns={"reduce_scatter": 5},
         backward_gathers_ns=0,
-        device_bytes=None,
+        allocatable_bytes=None,
     )
 
 

@@ -293,6 +293,15 @@ KNOBS: Mapping[str, tuple[Any, ...]] = {
     "offload": ("cpu", "none"),
 }
 """The keywords that a plan varies, each with its values from the least memory to the most."""
+REMEDIES: tuple[Mapping[str, Any], ...] = (
+    {"reshard_after_forward": "true"},
+    {"checkpointing": "selective"},
+    {"checkpointing": "full"},
+    {"checkpointing": "full", "reshard_after_forward": "true", "wrap": "block"},
+    {"checkpointing": "full", "batch_size": 1},
+    {"checkpointing": "full", "batch_size": 1, "offload": "cpu"},
+)
+"""Changes to try if a step does not fit, sorted by their cost in step time."""
 AS_BUILT = "as built"
 """A setting that the builder has no keyword for."""
 
