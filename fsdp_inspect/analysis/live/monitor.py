@@ -60,7 +60,6 @@ def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumber
         units: The units of the model.
     """
     inspected = member.inspected
-    data = rows_of(inspected.rows, kinds=[StepPart.DATA])
     trained = inspected.rows.where(inspected.rows.phase != Phase.EVALUATION)
     collectives = rows_of(trained, kinds=sorted(COLLECTIVES))
     gathers = rows_of(trained, kinds=[EventKind.ALL_GATHER])
@@ -71,7 +70,7 @@ def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumber
         step_time_ns=member.typical(member.step_time_ns),
         exposed_ns=member.typical(member.exposed_ns),
         communication_ns=member.typical(member.communication_ns),
-        data_ns=inspected.typical_per_step(data, "duration_ns"),
+        data_ns=inspected.typical(inspected.per_step(StepPart.DATA)),
         units=tuple(
             UnitNumbers(
                 name=_name(unit, is_unique=num_units[unit.fqn] == 1),

@@ -46,7 +46,6 @@ from fsdp_inspect.analysis.step_selection import (
     RankSteps,
     TimedRanks,
     split_by_rank,
-    sum_per_step,
     timed_ranks,
     timed_summary,
 )
@@ -377,7 +376,7 @@ def _message_waits(run: RunSource, members: Sequence[RankSteps]) -> dict[int, in
     """Return the exposed sends and receives in the typical step of each rank; empty without any."""
     sends = split_by_rank(timed_summary(run, kinds=[EventKind.POINT_TO_POINT]))
     return {
-        member.rank: member.typical(sum_per_step(rows.step, rows.exposed_ns, member.steps))
+        member.rank: member.typical_per_step(rows, "exposed_ns")
         for member in members
         if (rows := sends.get(member.rank)) is not None
     }
