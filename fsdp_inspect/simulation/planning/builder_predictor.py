@@ -20,7 +20,6 @@ from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory
 from fsdp_inspect.emulation.allocator.settings import DEFAULT_SETTINGS, AllocatorSettings
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.errors import ConfigError, ForecastError, FsdpInspectError
-from fsdp_inspect.simulation.planning.bounds import Bounds
 from fsdp_inspect.simulation.planning.candidates import (
     KNOBS,
     REMEDIES,
@@ -32,6 +31,7 @@ from fsdp_inspect.simulation.planning.forecast_step import ForecastRow, Forecast
 from fsdp_inspect.simulation.planning.machines import PlannedMachine
 from fsdp_inspect.simulation.planning.prediction import (
     FORECAST_RATIO,
+    Bounds,
     PlannedMemory,
     PlanPrediction,
     Training,
