@@ -167,14 +167,7 @@ def give_advice(
             f"{scorer.work.memory_refusal or _NO_MEMORY} Without the limit, plans are ranked by "
             "time: omit --memory-limit.",
         )
-    limit = evidence.memory_limit(request)
-    search = Search(
-        scorer,
-        limit,
-        allow_dtypes=request.allow_dtypes,
-        memory_margin=scorer.trust.memory_margin,
-    )
-    plan = _advise_plan(scorer, evidence, search, request, limit)
+    plan = _advise_plan(scorer, evidence, request)
     answer = _answer(plan, findings)
     settled = attribute_gains(findings, can_simulate=True, has_changes=bool(plan.suggestions))
     return Advice(run.manifest.run_id, answer, settled, plan, None)
@@ -198,10 +191,9 @@ def _on_run(finding: Finding, run: str) -> Finding:
 def _advise_plan(
     scorer: PlanScorer,
     evidence: Evidence,
-    search: Search,
     request: AdviceRequest,
-    limit: int | None,
 ) -> PlanAdvice:
+    search = Search(scorer, request)
     found = search.run()
     narrator = Narrator(scorer, evidence, request.plan_file)
     increments = split_gain(scorer, found.fastest, search.fits)
@@ -220,7 +212,7 @@ def _advise_plan(
         busy_ns=round(scorer.trust.busy_ns(scorer.recorded.step_ns)),
         is_other_network=scorer.network.is_changed,
         replayed_peak_bytes=scorer.recorded.peak_bytes,
-        memory_limit_bytes=limit,
+        memory_limit_bytes=search.limit_bytes,
         fits=found.fits,
         num_plans=len(scorer.scores),
         suggestions=tuple(
@@ -231,7 +223,7 @@ def _advise_plan(
         smallest=_smallest(scorer, narrator, found.smallest, target),
         front=tuple(_point(scorer, choice) for choice in found.front),
         notes=(
-            *_notes(scorer, limit),
+            *_notes(scorer, search.limit_bytes),
             *_maybe_faster(scorer, search, target),
             *_limits_of_search(scorer, request, fits=found.fits),
         ),
@@ -362,7 +354,9 @@ def _answer(plan: PlanAdvice, findings: tuple[Finding, ...]) -> str:
 def _say_gain(plan: PlanAdvice) -> str:
     peak, limit = plan.replayed_peak_bytes, plan.memory_limit_bytes
     if not plan.fits:
-        return f"No simulated plan fits into {format_bytes(limit)}."
+        is_above = (plan.fastest.peak_bytes or 0) > (limit or 0)
+        fits = "fits" if is_above else "is certain to fit"
+        return f"No simulated plan {fits} into {format_bytes(limit)}."
     if not plan.suggestions:
         least = max(WORTH_RATIO, abs(plan.replay_error))
         return f"Change nothing: no simulated plan saves more than {100 * least:.1f}% of a step."

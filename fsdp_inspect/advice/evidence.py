@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.analysis.bandwidth import KindBandwidth, measure_bandwidth
 from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.analysis.exposed import ExposedWait
@@ -89,8 +88,6 @@ class Evidence:
     backward_gathers_ns: int
     reductions_per_unit: float = 0.0
     """Reductions of gradients per unit and step in the typical step; 0 if it is unknown."""
-    allocatable_bytes: int | None
-    """The memory of the device that tensors can have; None: unknown."""
     step_time_ns: int | None = None
     """Time of the typical step."""
     peak_bytes: int | None = None
@@ -116,10 +113,6 @@ class Evidence:
     """The best size of DDP's buckets; None: the recorded one, or it is unknown."""
     replication: ReplicationSaving | None = None
     """The time that DDP would save; None for runs without FSDP."""
-
-    def memory_limit(self, request: AdviceRequest) -> int | None:
-        """The memory that a plan may use: as requested, or that of the device."""
-        return self.allocatable_bytes if request.memory_limit is None else request.memory_limit
 
     def is_worth_naming(self, duration_ns: float) -> bool:
         """Whether a time is a large enough part of the step to be worth advice."""

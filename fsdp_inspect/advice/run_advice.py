@@ -17,7 +17,6 @@ from fsdp_inspect.advice.suggestions import Narrator, Proposal
 from fsdp_inspect.analysis.contention import Contention, measure_contention
 from fsdp_inspect.analysis.context import RunContext, try_measure
 from fsdp_inspect.analysis.memory.allocator import measure_allocator
-from fsdp_inspect.analysis.memory.fit import allocatable_bytes
 from fsdp_inspect.analysis.memory.peak import PeakMoment
 from fsdp_inspect.analysis.memory.sharding_worth import (
     measure_replication_saving,
@@ -87,6 +86,7 @@ def find_plans(  # noqa: PLR0913 - the arguments of `advise_run`, and the work
     count: int,
     *,
     work: RecordedWork | None = None,
+    margin: float | None = None,
     name_file: Callable[[int], str] = lambda _: "plan.toml",
     on_progress: Callable[[int], object] = lambda _: None,
     tasks: Tasks | None = None,
@@ -99,6 +99,7 @@ def find_plans(  # noqa: PLR0913 - the arguments of `advise_run`, and the work
         count: The highest number of plans.
         work: The work to simulate, with its memory, if it is not that of the timed steps. The plans
             are then sorted by their time.
+        margin: How far a plan may exceed its predicted peak; None: as `Trust` has it.
         name_file: Returns the file of the n-th plan, from 1, as the commands name it.
         on_progress: Called with the number of plans simulated so far.
         tasks: Runs the simulations; default in this process.
@@ -108,10 +109,8 @@ def find_plans(  # noqa: PLR0913 - the arguments of `advise_run`, and the work
     """
     run = RunContext.of(run)
     evidence = _evidence(run, measure_summary(run))
-    limit = evidence.memory_limit(request)
     scorer = PlanScorer(run, on_progress, slowdown=slowdown_of(evidence), work=work, tasks=tasks)
-    margin = scorer.trust.memory_margin if work is None else 0.0  # with `work`, the limit has it
-    search = Search(scorer, limit, allow_dtypes=request.allow_dtypes, memory_margin=margin)
+    search = Search(scorer, request, memory_margin=margin)
     choices = choose_candidates(scorer, search, count)
     if work is not None:
         repeats = scorer.space.plan.checkpointing
@@ -151,13 +150,12 @@ def _evidence(run: RunSource, summary: Summary, *, for_plans: bool = True) -> Ev
     is_device = run.manifest.device_type != "cpu"
     exposed, peak_rank = summary.exposed, summary.memory.peak_rank
     peak, damage = summary.memory.peak, list[str]()
-    allocator = None if peak_rank is None else measure_allocator(run, rank=peak_rank)
     whole = measure_whole_memory(run.manifest, peak, summary.memory.device_bytes)
     return Evidence(
         manifest=run.manifest,
         verdict=summary.verdict.of_speed,
         plan_check=summary.plan_check,
-        allocator=allocator,
+        allocator=None if peak_rank is None else measure_allocator(run, rank=peak_rank),
         causes_ns=exposed.causes_ns if exposed else {},
         exposed_by_kind_ns=exposed.by_kind_ns if exposed else {},
         backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
@@ -166,7 +164,6 @@ def _evidence(run: RunSource, summary: Summary, *, for_plans: bool = True) -> Ev
             for each in (exposed.passes if exposed else ())
             if each.num_units and each.kind == EventKind.ALL_REDUCE.label
         ),
-        allocatable_bytes=allocatable_bytes(run.manifest, summary.memory.device_bytes, allocator),
         step_time_ns=summary.step_time_ns.typical if summary.step_time_ns else None,
         peak_bytes=summary.peak_allocated_bytes,
         peak_unit=peak.fqn if peak is not None else None,

@@ -19,6 +19,7 @@ from typing import Any
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
 from fsdp_inspect.advice.plan_simulator import Score
 from fsdp_inspect.advice.plan_space import Choice, Sync
+from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.analysis.memory.fit import FitVerdict, judge_fit
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.parameters import smaller_group
@@ -57,24 +58,25 @@ class Search:
     def __init__(
         self,
         scorer: PlanScorer,
-        memory_limit: int | None,
+        request: AdviceRequest,
         *,
-        allow_dtypes: bool,
-        memory_margin: float = 0.0,
+        memory_margin: float | None = None,
     ) -> None:
         """Prepare the search without simulating any plan.
 
         Args:
             scorer: The scorer of the run.
-            memory_limit: Bytes that the peak of a plan must not exceed. Any plan fits if this is
-                None, or if the run's memory is unknown.
-            allow_dtypes: Whether messages may become bfloat16.
-            memory_margin: How far a plan may exceed its predicted peak, as a fraction of the peak.
+            request: The limits of the plans. Any plan fits without a limit, or if the run's memory
+                is unknown.
+            memory_margin: How far a plan may exceed its predicted peak, as a fraction of the peak;
+                None: as `Trust` has it.
         """
         self._scorer = scorer
-        self._limit = memory_limit if scorer.recorded.peak_bytes is not None else None
-        self._allow_dtypes = allow_dtypes
-        self._margin = memory_margin
+        limit = request.memory_limit
+        self.limit_bytes = scorer.work.allocatable_bytes if limit is None else limit
+        self._limit = self.limit_bytes if scorer.recorded.peak_bytes is not None else None
+        self._allow_dtypes = request.allow_dtypes
+        self._margin = scorer.trust.memory_margin if memory_margin is None else memory_margin
 
     def run(self) -> SearchResult:
         """Simulate the plans, and choose the fastest, the smallest and the front."""

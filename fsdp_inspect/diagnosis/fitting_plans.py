@@ -142,6 +142,7 @@ def search_plans(
             AdviceRequest(memory_limit=limit),
             NUM_PLANS,
             work=work,
+            margin=0.0,  # the limit has it
             name_file=name_file,
             tasks=tasks,
         )

@@ -20,8 +20,7 @@ from fsdp_inspect.trace.codes import NO_UNIT
 
 # --- Compute the memory and time of a part of a recorded unit that a plan makes a separate unit.
 #
-# A
-# memory step records the first use of each parameter in each pass of a unit, the memory at that
+# A memory step records the first use of each parameter in each pass of a unit, the memory at that
 # moment, and the peak until the next use. A part owns the moments from the first use of its own
 # parameter to the first use of another part's parameter. The moments before the first use belong
 # to the first part, and those after the last use belong to the last part.

@@ -7,9 +7,9 @@ is above. Otherwise nobody can tell.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
+from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.run import RunSource
 
 
 class FitVerdict(StrEnum):
@@ -135,17 +135,17 @@ def default_allowance(
     return Allowance(beyond, CONTEXT_BYTES, CUBLAS_BYTES + nccl, is_predicted)
 
 
-def allocatable_bytes(
-    manifest: RunManifest, device_bytes: int | None, use: AllocatorUse | None
-) -> int | None:
-    """The memory of a device that tensors can have; None: its memory is unknown.
+def measure_allocatable(run: RunSource, rank: int) -> int | None:
+    """The memory of the smallest device that tensors can have; None: its memory is unknown.
 
-    The CUDA context, libraries and other processes have the rest: as measured in the run, or else
-    as estimated. On CPU, `device_bytes` limits the tensors themselves.
+    The CUDA context, libraries and other processes have the rest: as measured on a rank, or else
+    as estimated. On CPU, the limit of the recorder is one of tensors.
     """
-    if device_bytes is None or manifest.device_type == "cpu":
-        return device_bytes
+    known = [each.device_memory_bytes for each in run.ranks if each.device_memory_bytes]
+    if not known or run.manifest.device_type == "cpu":
+        return min(known, default=None)
+    use = measure_allocator(run, rank=rank)
     outside = None if use is None else use.outside_allocator_bytes
     if outside is None:
-        outside = default_allowance(0, world_size=manifest.world_size).bytes
-    return max(device_bytes - outside, 0)
+        outside = default_allowance(0, world_size=run.manifest.world_size).bytes
+    return max(min(known) - outside, 0)

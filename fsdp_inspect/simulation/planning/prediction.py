@@ -446,8 +446,7 @@ def _energy(hours: PlannedValue, machine: PlannedMachine) -> PlannedValue:
 
 # --- Bound the time and the memory of a candidate from below, without a simulation.
 #
-# All sums grow
-# linearly with the number of blocks. So two short models give the sums of a long one.
+# All sums grow linearly with the number of blocks. So two short models give the sums of a long one.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,17 @@
 """Whether a need fits: its interval, and the device memory that tensors cannot have."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from fsdp_inspect.analysis.memory.allocator import AllocatorUse
+from fsdp_inspect.analysis.memory import fit
 from fsdp_inspect.analysis.memory.fit import (
     DeviceOverhead,
     FitVerdict,
-    allocatable_bytes,
     default_allowance,
     judge_fit,
+    measure_allocatable,
     measure_device_overhead,
 )
 from fsdp_inspect.errors import MissingDataError
@@ -56,19 +57,16 @@ def test_a_run_on_cpu_is_refused_with_what_to_do():
         measure_device_overhead(steady_run())
 
 
-def test_tensors_get_the_device_without_what_is_outside_the_allocator():
-    manifest = steady_run().manifest
-    on_gpu = manifest.model_copy(update={"device_type": "cuda"})
-    use = AllocatorUse(
-        rank=0, step=0, allocated_bytes=1, active_bytes=1, reserved_bytes=1,
-        fragmentation_ratio=0.0, inactive_split_bytes=0, num_alloc_retries=0, num_ooms=0,
-        device_used_bytes=3 * GIB, outside_allocator_bytes=2 * GIB,
-    )  # fmt: skip
+def test_tensors_get_the_device_without_what_is_outside_the_allocator(monkeypatch):
+    run = steady_run(world_size=2)
+    ranks = [each.model_copy(update={"device_memory_bytes": 80 * GIB}) for each in run.ranks]
+    run = replace(run, ranks=tuple(ranks))
+    on_gpu = replace(run, manifest=run.manifest.model_copy(update={"device_type": "cuda"}))
+    estimated = default_allowance(0, world_size=2).bytes
 
-    estimated = default_allowance(0, world_size=manifest.world_size).bytes
-    assert allocatable_bytes(on_gpu, 80 * GIB, use) == 78 * GIB
-    assert allocatable_bytes(on_gpu, 80 * GIB, None) == 80 * GIB - estimated
-    unknown = replace(use, outside_allocator_bytes=None)
-    assert allocatable_bytes(on_gpu, 80 * GIB, unknown) == 80 * GIB - estimated
-    assert allocatable_bytes(on_gpu, None, use) is None
-    assert allocatable_bytes(manifest, 80 * GIB, None) == 80 * GIB
+    assert measure_allocatable(run, 0) == 80 * GIB
+    assert measure_allocatable(steady_run(), 0) is None
+    assert measure_allocatable(on_gpu, 0) == 80 * GIB - estimated
+    use = SimpleNamespace(outside_allocator_bytes=2 * GIB)
+    monkeypatch.setattr(fit, "measure_allocator", lambda run, rank: use)
+    assert measure_allocatable(on_gpu, 0) == 78 * GIB
