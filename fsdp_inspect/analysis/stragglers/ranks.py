@@ -308,21 +308,21 @@ class Ranks(TableResult):
         return self.ranks
 
 
-def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Ranks:
+def measure_ranks(run: RunSource) -> Ranks:
     """Compare the ranks of a run.
 
-    It reads the summary of all ranks, and the events of at most `max_ranks` ranks in
+    It reads the summary of all ranks, and the events of at most `MAX_SAMPLED_RANKS` ranks in
     `MAX_SAMPLED_STEPS` steps. These are the ranks that communicate least, because a straggler does
     not wait for other ranks, and other ranks spread evenly.
     """
-    return remember(run, ("ranks", max_ranks), partial(_measure_ranks, run, max_ranks))
+    return remember(run, "ranks", partial(_measure_ranks, run))
 
 
-def _measure_ranks(run: RunSource, max_ranks: int) -> Ranks:
+def _measure_ranks(run: RunSource) -> Ranks:
     timed, trust = timed_ranks(run), measure_trust(run)
     members = timed.members
     here = [record.rank for record in run.ranks]
-    sample = sample_ranks(timed.typical, here, max_ranks)
+    sample = sample_ranks(timed.typical, here, MAX_SAMPLED_RANKS)
     steps = common_steps([member for member in members if member.rank in sample])
     sampled_steps = spread(steps, MAX_SAMPLED_STEPS)
     alignment = align_clocks(run, sample)

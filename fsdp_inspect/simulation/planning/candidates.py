@@ -129,8 +129,8 @@ class Job:
         return ranks * candidate.batch_size * candidate.microbatches * self.seq_len
 
 
-def read_candidate(given: Mapping[str, Any], base: Candidate | None = None) -> Candidate:
-    """A candidate with the given settings; the others are those of `base`, or the defaults.
+def read_candidate(given: Mapping[str, Any]) -> Candidate:
+    """A candidate with the given settings; the others are the defaults.
 
     Raises:
         ConfigError: A setting is unknown or has an invalid value.
@@ -143,7 +143,7 @@ def read_candidate(given: Mapping[str, Any], base: Candidate | None = None) -> C
                 f"Expected one of {', '.join(hints)}. Correct --set."
             )
         _check_value(name, value, hints[name])
-    candidate = replace(base or Candidate(), **given)
+    candidate = replace(Candidate(), **given)
     if candidate.is_quantized and not candidate.adapter_rank:
         raise ConfigError(
             "Invalid --set is_quantized=true: parameters of 4 bits cannot be trained. Expected "
