@@ -340,7 +340,9 @@ def _numbers_table(summary: Summary) -> Table:
         first, last = (
             format_metric("loss", value) for value in (summary.loss.first, summary.loss.last)
         )
-        table.add_row(find_metric("loss").label, last, f"from {first}")
+        name = summary.loss.name
+        origin = f"from {first}" + ("" if name == "loss" else f", logged as {name}")
+        table.add_row(find_metric("loss").label, last, origin)
     for name, value, origin in list_throughput(summary.throughput):
         table.add_row(find_metric(name).label, format_metric(name, value), origin)
     if summary.goodput_ratio is not None:

@@ -26,7 +26,7 @@ from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.prefetch import GATHERS
 from fsdp_inspect.analysis.rank_waits import RankWaits, measure_rank_waits
 from fsdp_inspect.analysis.run_heading import describe_sharding
-from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
+from fsdp_inspect.analysis.scalars import ScalarSeries, find_loss, measure_scalars
 from fsdp_inspect.analysis.step_times import StepTimes, measure_step_times
 from fsdp_inspect.analysis.stragglers.ranks import Ranks, measure_ranks
 from fsdp_inspect.analysis.summary import Summary, measure_summary
@@ -336,7 +336,7 @@ class _DescribedChart:
 
 def _charts(contents: RunContents) -> dict[str, _DescribedChart | None]:
     times, over_steps = contents.times, contents.summary.memory.over_steps
-    loss = next((one for one in contents.scalars if one.name == "loss"), None)
+    loss = find_loss(contents.scalars)
     warmup = times.selection.warmup
     return {
         "step_time": _described(
