@@ -38,7 +38,7 @@ from fsdp_inspect.trace.codes import (
 )
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import ProcessLife, RankRecord, RunSource, RunStatus, TimeSpan
-from fsdp_inspect.trace.tables import MISSING_INT, EventTable, rows_of
+from fsdp_inspect.trace.tables import MISSING_INT, EventTable, if_known, rows_of
 
 
 class LifePhase(StrEnum):
@@ -430,8 +430,8 @@ class _Life:
             phase.value,
             duration_ns,
             self._ratio(duration_ns),
-            _known(max(process)),
-            _known(max(host)),
+            if_known(max(process)),
+            if_known(max(host)),
         )
 
     def _training_parts(self) -> tuple[PhaseTime, ...]:
@@ -510,7 +510,3 @@ def _rise(attempt: _Attempt, spans: Intervals) -> int:
         if after > before and spans.clip(low, high).duration_ns == high - low > 0
     ]
     return max(known, default=MISSING_INT)
-
-
-def _known(value: int) -> int | None:
-    return None if value == MISSING_INT else value

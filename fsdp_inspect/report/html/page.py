@@ -40,6 +40,7 @@ from fsdp_inspect.comparison.noise import (
 )
 from fsdp_inspect.comparison.sides import form_sides
 from fsdp_inspect.diagnosis.diagnose import diagnose
+from fsdp_inspect.formatting import format_setting
 from fsdp_inspect.metrics import Better, define_metric, find_metric
 from fsdp_inspect.report import palette, wording
 from fsdp_inspect.report.charts.chart import Chart, read_style
@@ -233,7 +234,7 @@ def _environment() -> Environment:
         "definition": _define,
         "cell": _cell,
         "change": lambda ratio: formatting.format_signed(ratio).replace("-", "−"),
-        "setting": _setting,
+        "setting": format_setting,
     }
     environment.globals |= {
         "version": __version__,
@@ -286,13 +287,6 @@ def _unbroken(format_number: Callable[[float | None], str]) -> Callable[[float |
 def _one_line(text: object) -> str:
     """Replace unprintable characters of a name by spaces; the template escapes the rest."""
     return "".join(character if character.isprintable() else " " for character in str(text))
-
-
-def _setting(value: object) -> str:
-    """Format a setting as configuration files do."""
-    if value is None:
-        return "(not set)"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _tendency(name: str, judgement: Judgement) -> str:
