@@ -15,12 +15,12 @@ _MAX_LETTERS = 120
 """Longest value or place that a message shows."""
 
 
-def nearest(name: str, names: Iterable[str], *, count: int = _MAX_SHOWN) -> list[str]:
+def nearest(name: str, names: Iterable[str]) -> list[str]:
     """The known names most similar to an unknown name, best first; dissimilar ones are excluded."""
     scored = [(SequenceMatcher(None, name, other).ratio(), other) for other in dict.fromkeys(names)]
     ranked = sorted(scored, key=lambda pair: -pair[0])
     worst = max(0.5, 0.75 * ranked[0][0]) if ranked else 0.5
-    return [other for score, other in ranked[:count] if score >= worst]
+    return [other for score, other in ranked[:_MAX_SHOWN] if score >= worst]
 
 
 def suggest(name: str, names: Sequence[str], *, what: str = "names") -> str:

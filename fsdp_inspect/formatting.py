@@ -144,6 +144,13 @@ def listed(names: Sequence[str], most: int, separator: str = ", ") -> str:
     return separator.join(names[:most]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
+def format_setting(value: object) -> str:
+    """Format a setting as configuration files do."""
+    if value is None:
+        return "(not set)"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def capitalize(text: str) -> str:
     """The text with a large first letter; the rest stays, unlike with `str.capitalize`."""
     return text[:1].upper() + text[1:]

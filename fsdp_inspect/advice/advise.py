@@ -16,7 +16,7 @@ from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
 from fsdp_inspect.analysis.verdict.words import NOT_TRAINING
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.formatting import format_bytes, format_ns, name_run
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run
 from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.network import unknown_latencies
@@ -73,8 +73,8 @@ class PlanAdvice:
     fastest: Proposal
     """The recorded plan if no change is worth making."""
     smallest: Proposal | None
-    """The plan with the lowest peak within the time limit (default: the recorded step). It is an
-    alternative to `fastest`. None if no plan lowers the peak by `WORTH_RATIO`."""
+    """The plan with the lowest peak that is not slower than the recorded one. It is an alternative
+    to `fastest`. None if no plan lowers the peak by `WORTH_RATIO`."""
     front: tuple[ParetoPoint, ...]
     notes: tuple[str, ...]
     caveats: tuple[str, ...]
@@ -167,11 +167,7 @@ def give_advice(
             f"{scorer.work.memory_refusal or _NO_MEMORY} Without the limit, plans are ranked by "
             "time: omit --memory-limit.",
         )
-    limit = evidence.device_bytes if request.memory_limit is None else request.memory_limit
-    search = Search(
-        scorer, limit, allow_dtypes=request.allow_dtypes, time_limit_ns=request.time_limit_ns
-    )
-    plan = _advise_plan(scorer, evidence, search, request, limit)
+    plan = _advise_plan(scorer, evidence, request)
     answer = _answer(plan, findings)
     settled = attribute_gains(findings, can_simulate=True, has_changes=bool(plan.suggestions))
     return Advice(run.manifest.run_id, answer, settled, plan, None)
@@ -195,10 +191,9 @@ def _on_run(finding: Finding, run: str) -> Finding:
 def _advise_plan(
     scorer: PlanScorer,
     evidence: Evidence,
-    search: Search,
     request: AdviceRequest,
-    limit: int | None,
 ) -> PlanAdvice:
+    search = Search(scorer, request)
     found = search.run()
     narrator = Narrator(scorer, evidence, request.plan_file)
     increments = split_gain(scorer, found.fastest, search.fits)
@@ -217,7 +212,7 @@ def _advise_plan(
         busy_ns=round(scorer.trust.busy_ns(scorer.recorded.step_ns)),
         is_other_network=scorer.network.is_changed,
         replayed_peak_bytes=scorer.recorded.peak_bytes,
-        memory_limit_bytes=limit,
+        memory_limit_bytes=search.limit_bytes,
         fits=found.fits,
         num_plans=len(scorer.scores),
         suggestions=tuple(
@@ -228,7 +223,7 @@ def _advise_plan(
         smallest=_smallest(scorer, narrator, found.smallest, target),
         front=tuple(_point(scorer, choice) for choice in found.front),
         notes=(
-            *_notes(scorer, limit),
+            *_notes(scorer, search.limit_bytes),
             *_maybe_faster(scorer, search, target),
             *_limits_of_search(scorer, request, fits=found.fits),
         ),
@@ -282,7 +277,10 @@ def _notes(scorer: PlanScorer, limit: int | None) -> list[str]:
     elif scorer.recorded.peak_bytes is None:
         notes.append(_NO_MEMORY)
     elif limit is not None:
-        notes.append("The limit applies to the predicted peak of allocated memory.")
+        notes.append(
+            "The limit applies to the predicted peak of allocated memory, plus "
+            f"{format_ratio(scorer.trust.memory_margin)} for its error."
+        )
     if not any(unit.parameters for unit in scorer.work.units):
         notes.append(
             "The run does not contain the parameters of its units, so no unit was split. "
@@ -316,10 +314,6 @@ def _limits_of_search(scorer: PlanScorer, request: AdviceRequest, *, fits: bool)
     """Kinds of plans that were not simulated, because of the options or of missing data."""
     if not request.allow_dtypes and _sends_float32(scorer):
         yield "All messages stay in float32. --allow-dtypes also tries bfloat16 (R13, R14)."
-    limit_ns = request.time_limit_ns
-    if limit_ns is not None and all(each.step_ns > limit_ns for each in scorer.scores.values()):
-        least = min(each.step_ns for each in scorer.scores.values())
-        yield f"No plan takes at most {format_ns(limit_ns)}: the fastest takes {format_ns(least)}."
     if scorer.space.plan.has_other_dimensions:
         yield (
             "Replicas (HSDP) were not tried: the mesh has dimensions besides data parallelism, or "
@@ -360,7 +354,9 @@ def _answer(plan: PlanAdvice, findings: tuple[Finding, ...]) -> str:
 def _say_gain(plan: PlanAdvice) -> str:
     peak, limit = plan.replayed_peak_bytes, plan.memory_limit_bytes
     if not plan.fits:
-        return f"No simulated plan fits into {format_bytes(limit)}."
+        is_above = (plan.fastest.peak_bytes or 0) > (limit or 0)
+        fits = "fits" if is_above else "is certain to fit"
+        return f"No simulated plan {fits} into {format_bytes(limit)}."
     if not plan.suggestions:
         least = max(WORTH_RATIO, abs(plan.replay_error))
         return f"Change nothing: no simulated plan saves more than {100 * least:.1f}% of a step."

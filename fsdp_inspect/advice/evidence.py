@@ -88,7 +88,6 @@ class Evidence:
     backward_gathers_ns: int
     reductions_per_unit: float = 0.0
     """Reductions of gradients per unit and step in the typical step; 0 if it is unknown."""
-    device_bytes: int | None
     step_time_ns: int | None = None
     """Time of the typical step."""
     peak_bytes: int | None = None

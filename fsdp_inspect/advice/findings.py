@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow
 from fsdp_inspect.advice.setting_findings import find_costly_settings
 from fsdp_inspect.advice.trace_findings import find_in_trace
+from fsdp_inspect.analysis.memory.fit import FitVerdict
 from fsdp_inspect.analysis.memory.sharding_worth import (
     FITS_RATIO,
     ReplicationSaving,
@@ -333,7 +334,8 @@ def _replicate(
     evidence: Evidence, memory: WholeMemory, saving: ReplicationSaving | None
 ) -> Iterator[Finding]:
     is_short_of_memory = evidence.verdict.limit in _MEMORY_LIMITS
-    if not memory.fits or is_short_of_memory or saving is None:
+    is_certain = memory.verdict is FitVerdict.FITS
+    if not is_certain or is_short_of_memory or saving is None:
         return
     assert memory.total_bytes is not None
     if saving.high_ns is None:

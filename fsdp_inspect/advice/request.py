@@ -12,10 +12,8 @@ class AdviceRequest:
     """The limits, the network and the file names of a request for advice."""
 
     memory_limit: int | None = None
-    """Bytes that the predicted peak must not exceed; None: the device's memory, or no limit on
-    CPU."""
-    time_limit_ns: int | None = None
-    """The longest step of the smallest plan; None: the recorded step."""
+    """Bytes that the peak must not exceed; None: the memory of the device without the CUDA context
+    and libraries, or no limit on CPU."""
     allow_dtypes: bool = False
     """Whether messages may become bfloat16."""
     bus_bytes_per_s: float | None = None

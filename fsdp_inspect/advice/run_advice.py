@@ -86,6 +86,7 @@ def find_plans(  # noqa: PLR0913 - the arguments of `advise_run`, and the work
     count: int,
     *,
     work: RecordedWork | None = None,
+    margin: float | None = None,
     name_file: Callable[[int], str] = lambda _: "plan.toml",
     on_progress: Callable[[int], object] = lambda _: None,
     tasks: Tasks | None = None,
@@ -98,6 +99,7 @@ def find_plans(  # noqa: PLR0913 - the arguments of `advise_run`, and the work
         count: The highest number of plans.
         work: The work to simulate, with its memory, if it is not that of the timed steps. The plans
             are then sorted by their time.
+        margin: How far a plan may exceed its predicted peak; None: as `Trust` has it.
         name_file: Returns the file of the n-th plan, from 1, as the commands name it.
         on_progress: Called with the number of plans simulated so far.
         tasks: Runs the simulations; default in this process.
@@ -107,9 +109,8 @@ def find_plans(  # noqa: PLR0913 - the arguments of `advise_run`, and the work
     """
     run = RunContext.of(run)
     evidence = _evidence(run, measure_summary(run))
-    limit = evidence.device_bytes if request.memory_limit is None else request.memory_limit
     scorer = PlanScorer(run, on_progress, slowdown=slowdown_of(evidence), work=work, tasks=tasks)
-    search = Search(scorer, limit, allow_dtypes=request.allow_dtypes)
+    search = Search(scorer, request, memory_margin=margin)
     choices = choose_candidates(scorer, search, count)
     if work is not None:
         repeats = scorer.space.plan.checkpointing
@@ -163,7 +164,6 @@ def _evidence(run: RunSource, summary: Summary, *, for_plans: bool = True) -> Ev
             for each in (exposed.passes if exposed else ())
             if each.num_units and each.kind == EventKind.ALL_REDUCE.label
         ),
-        device_bytes=summary.memory.device_bytes,
         step_time_ns=summary.step_time_ns.typical if summary.step_time_ns else None,
         peak_bytes=summary.peak_allocated_bytes,
         peak_unit=peak.fqn if peak is not None else None,

@@ -1,4 +1,4 @@
-"""Search the fastest plan within a memory limit, and the smallest plan within a time limit.
+"""Search the fastest plan within a memory limit, and the smallest plan that is as fast as recorded.
 
 The search is a beam search. Units, reshard and prefetch are searched together because they depend
 on each other. Depth, buffers and dtypes are then tried on the best of these plans. Bisection finds
@@ -19,6 +19,8 @@ from typing import Any
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
 from fsdp_inspect.advice.plan_simulator import Score
 from fsdp_inspect.advice.plan_space import Choice, Sync
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.analysis.memory.fit import FitVerdict, judge_fit
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.trace.codes import EventKind
@@ -43,8 +45,7 @@ class SearchResult:
     fastest: Choice
     """The simplest plan within the noise of the fastest that fits; the recorded plan: no change."""
     smallest: Choice
-    """The simplest plan with the lowest peak within the time limit (default: the recorded step);
-    the recorded plan if no plan is within it."""
+    """The simplest plan with the lowest peak that is not slower than the recorded one."""
     front: tuple[Choice, ...]
     """Plans that no other beats in both step time and peak, fastest first."""
     fits: bool
@@ -57,24 +58,25 @@ class Search:
     def __init__(
         self,
         scorer: PlanScorer,
-        memory_limit: int | None,
+        request: AdviceRequest,
         *,
-        allow_dtypes: bool,
-        time_limit_ns: int | None = None,
+        memory_margin: float | None = None,
     ) -> None:
         """Prepare the search without simulating any plan.
 
         Args:
             scorer: The scorer of the run.
-            memory_limit: Bytes that the peak of a plan must not exceed. Any plan fits if this is
-                None, or if the run's memory is unknown.
-            allow_dtypes: Whether messages may become bfloat16.
-            time_limit_ns: The longest step of the smallest plan; None: the recorded step.
+            request: The limits of the plans. Any plan fits without a limit, or if the run's memory
+                is unknown.
+            memory_margin: How far a plan may exceed its predicted peak, as a fraction of the peak;
+                None: as `Trust` has it.
         """
         self._scorer = scorer
-        self._limit = memory_limit if scorer.recorded.peak_bytes is not None else None
-        self._allow_dtypes = allow_dtypes
-        self._longest_ns = scorer.recorded.step_ns if time_limit_ns is None else time_limit_ns
+        limit = request.memory_limit
+        self.limit_bytes = scorer.work.allocatable_bytes if limit is None else limit
+        self._limit = self.limit_bytes if scorer.recorded.peak_bytes is not None else None
+        self._allow_dtypes = request.allow_dtypes
+        self._margin = scorer.trust.memory_margin if memory_margin is None else memory_margin
 
     def run(self) -> SearchResult:
         """Simulate the plans, and choose the fastest, the smallest and the front."""
@@ -102,8 +104,12 @@ class Search:
         )
 
     def fits(self, score: Score) -> bool:
-        """Whether a plan's peak is within the limit."""
-        return self._limit is None or score.peak_bytes is None or score.peak_bytes <= self._limit
+        """Whether a plan is certain to fit. The peak of the recorded plan has no margin."""
+        if self._limit is None or score.peak_bytes is None:
+            return True
+        margin = 0.0 if score == self._scorer.recorded else self._margin
+        most = score.peak_bytes * (1 + margin)
+        return judge_fit(score.peak_bytes, most, self._limit) is FitVerdict.FITS
 
     # --- plans to try
 
@@ -306,7 +312,7 @@ class Search:
 
     def _smallest(self) -> Choice:
         scores, recorded = self._scorer.scores, self._scorer.recorded
-        as_fast = [each for each in scores if scores[each].cautious_ns <= self._longest_ns]
+        as_fast = [each for each in scores if scores[each].cautious_ns <= recorded.step_ns]
         if recorded.peak_bytes is None or not as_fast:
             return AS_RECORDED
         lowest = min(self._peak(each) for each in as_fast)

@@ -14,7 +14,7 @@ from fsdp_inspect.advice.plan_space import ROOT_PARTS, Choice
 from fsdp_inspect.advice.search import Increment
 from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.analysis.wait_causes import Cause
-from fsdp_inspect.formatting import format_bytes, format_ns, format_unit, plural
+from fsdp_inspect.formatting import capitalize, format_bytes, format_ns, format_unit, plural
 from fsdp_inspect.simulation.network import CostLine
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, owned_parameters
@@ -442,7 +442,7 @@ def rule_of(choice: Choice, name: str, rules: Mapping[str, str]) -> str:
 
 def say_changes(choice: Choice) -> str:
     """Describe the changes of a choice."""
-    return _sentence(", ".join(_words(choice))) or "Change nothing"
+    return capitalize(", ".join(_words(choice))) or "Change nothing"
 
 
 def _words(choice: Choice) -> Iterator[str]:
@@ -504,7 +504,3 @@ def _rule_of_reshard(reshard: bool | int | None) -> str:
     if isinstance(reshard, bool) or reshard is None:
         return "R5" if reshard else "R6"
     return "R7"
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]

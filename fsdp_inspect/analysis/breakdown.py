@@ -185,6 +185,17 @@ def _measure_breakdown(run: RunSource) -> Breakdown:
     return Breakdown(headline, parts, lambda: describe(timed.members))
 
 
+def measure_rank_breakdown(run: RunSource, member: RankSteps) -> StepBreakdown:
+    """Split the typical step of one rank into parts.
+
+    Args:
+        run: The run of the rank.
+        member: The timed steps of the rank, or those that an analysis reads.
+    """
+    parts, typical = measure_breakdown(run).parts, timed_ranks(run).typical
+    return next(_describe_ranks(run, [member], typical, parts))
+
+
 def measure_dimensions(run: RunSource) -> dict[int, tuple[DimensionTime, ...]]:
     """Split the collectives of the typical step of each rank by dimension of the mesh, by rank."""
     return remember(run, "dimensions of ranks", partial(_measure_dimensions, run))
@@ -247,42 +258,21 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
             f"Step {step} not found: rank {rank} of run {run.manifest.run_id!r} did not complete "
             f"it. Completed steps: {known}. Choose one of them."
         )
-    return _split(rows.where(rows.step == step), group_dimensions(run, rank))
-
-
-def split_typical_step(run: RunSource, member: RankSteps) -> StepBreakdown:
-    """Split the typical step of a rank into parts.
-
-    Args:
-        run: The run of the rank.
-        member: The steps of the rank, at least one.
-    """
-    rows = rows_of(member.rows, kinds=_KINDS)
-    chosen = rows.where(np.isin(rows.step, member.typical_steps))
-    return _split(chosen, group_dimensions(run, member.rank))
-
-
-def _split(rows: SummaryTable, dimensions: GroupDimensions) -> StepBreakdown:
-    """Split the mean over the steps of the rows, which belong to one rank."""
-    is_whole = rows.kind == EventKind.STEP
-    whole_steps, whole_ns = rows.step[is_whole], rows.duration_ns[is_whole]
-    steps = np.unique(rows.step)
-    by_kind = np.zeros(max(_KINDS) + 1, dtype=np.int64)
-    np.add.at(by_kind, rows.kind, rows.duration_ns)
-    parts = _split_sums(
-        rows.rank[:1], by_kind[list(_KINDS[:-1])][np.newaxis], np.array([len(steps)])
-    )
-    communication, between = (round(float(by_kind[kind] / len(steps))) for kind in _OVERLAPPING)
+    rows = rows.where(rows.step == step)
+    sums = np.zeros(max(_KINDS) + 1, dtype=np.int64)
+    np.add.at(sums, rows.kind, rows.duration_ns)
+    parts = _split_sums(rows.rank[:1], sums[list(_KINDS[:-1])][np.newaxis], np.ones(1, np.int64))
+    communication, between = (int(sums[kind]) for kind in _OVERLAPPING)
     return _describe(
         parts,
         0,
-        steps=steps,
-        closest_step=int(whole_steps[np.argmin(np.abs(whole_ns - whole_ns.mean()))]),
+        steps=np.array([step], dtype=np.int32),
+        closest_step=step,
         overlapping=(communication, between),
         dimensions=_split_by_dimension(
             rows_of(rows, kinds=[StepPart.GROUP]),
-            dimensions,
-            num_steps=len(steps),
+            group_dimensions(run, rank),
+            num_steps=1,
             exposed_ns=int(parts.exposed_ns[0]),
             step_time_ns=int(parts.step_time_ns[0]),
         ),

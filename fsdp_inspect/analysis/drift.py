@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.step_selection import RankSteps, sum_per_step, timed_ranks
+from fsdp_inspect.analysis.step_selection import RankSteps, timed_ranks
 from fsdp_inspect.columns import TableSpec, number_column, text_column, value_column
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import MetricUnit, find_metric
@@ -294,12 +294,8 @@ def _parts(
     member: RankSteps, before: slice, after: slice, change: float, parts: Sequence[StepPart]
 ) -> Iterator[str]:
     for part in parts:
-        rows = rows_of(member.rows, kinds=[part])
-        values = sum_per_step(rows.step, rows.duration_ns, member.steps)
-        was, now = (
-            _median_ns(values[before]),
-            _median_ns(values[after]),
-        )
+        values = member.per_step(part)
+        was, now = _median_ns(values[before]), _median_ns(values[after])
         if _is_account(now - was, change):
             label = find_metric(f"{part.label}_ns").label
             yield f"{label}: {format_ns(was)} to {format_ns(now)}"
@@ -307,8 +303,7 @@ def _parts(
 
 def _collected_ns(member: RankSteps, side: slice) -> int:
     """The mean time of garbage collections per step, because not every step collects."""
-    rows = rows_of(member.rows, kinds=[EventKind.GARBAGE_COLLECTION])
-    values = sum_per_step(rows.step, rows.duration_ns, member.steps)[side]
+    values = member.per_step(EventKind.GARBAGE_COLLECTION)[side]
     return round(float(values.mean())) if len(values) else 0
 
 

@@ -16,10 +16,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.breakdown import DimensionTime, split_typical_step
+from fsdp_inspect.analysis.breakdown import DimensionTime, measure_rank_breakdown
 from fsdp_inspect.analysis.link_fit import fit_link
 from fsdp_inspect.analysis.mesh_dimensions import GroupDimensions, group_dimensions
-from fsdp_inspect.analysis.step_selection import RankSteps, collective_rows, timed_rank
+from fsdp_inspect.analysis.step_selection import RankSteps, collective_rows, inspected_rank
 from fsdp_inspect.analysis.wait_causes import NEEDED_KINDS, Cause, Waits, read_waits, split_waits
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
 from fsdp_inspect.formatting import format_owner
@@ -328,7 +328,6 @@ def measure_exposed(
     run: RunSource,
     *,
     rank: int | None = None,
-    step: int | None = None,
     unit: int | None = None,
     last_arrival_ns: NDArray[np.int64] | None = None,
 ) -> Exposed | None:
@@ -337,11 +336,10 @@ def measure_exposed(
     Args:
         run: A recorded run.
         rank: The rank; default: the median rank.
-        step: One timed step of the rank; default: the typical step.
         unit: Index of a unit. It limits passes, owners and evidence, but not the rank's numbers.
         last_arrival_ns: The arrival of the last rank, on this rank's clock, for each of the rank's
-            `analysis.wait_causes.timed_collectives` in their order (with `step`: only those of the
-            step); -1 if unknown. Without it, no wait has the cause `straggler`.
+            `analysis.wait_causes.timed_collectives` in their order; -1 if unknown. Without it, no
+            wait has the cause `straggler`.
 
     Returns:
         None if the rank has no timed step.
@@ -349,12 +347,11 @@ def measure_exposed(
     Raises:
         IncompleteRunError: The run has no data of the rank.
     """
-    member = timed_rank(run, rank)
+    member = inspected_rank(run, rank)
     if member is None:
         return None
-    member = member.inspected if step is None else member.only(step)
     waits = read_waits(run, member, last_arrival_ns=last_arrival_ns)
-    split = split_typical_step(run, member)
+    split = measure_rank_breakdown(run, member)
     dimensions = group_dimensions(run, member.rank)
     exposed, step_time = split.exposed_ns, split.step_time_ns
     in_typical = np.isin(waits.collectives.step, member.typical_steps)

@@ -27,7 +27,7 @@ from fsdp_inspect.columns import (
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.hardware import find_gpu
-from fsdp_inspect.importing.profile_window import read_profile
+from fsdp_inspect.importing.rank_trace import read_profile
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import Phase

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.step_selection import sum_per_step
 from fsdp_inspect.columns import TableSpec, metric_column, text_column, value_column
 from fsdp_inspect.errors import IncompleteRunError, MissingDataError
 from fsdp_inspect.formatting import format_numbers
@@ -37,7 +38,7 @@ from fsdp_inspect.trace.codes import (
 )
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import ProcessLife, RankRecord, RunSource, RunStatus, TimeSpan
-from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+from fsdp_inspect.trace.tables import MISSING_INT, EventTable, if_known, rows_of
 
 
 class LifePhase(StrEnum):
@@ -331,14 +332,8 @@ def _parts_of(
         "host-bound": [StepPart.HOST_BOUND],
     }
     rows = run.summary(ranks=[rank], kinds=[kind for each in kinds.values() for kind in each])
-
-    def of(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-        sums = np.zeros(int(max(steps.max(initial=0), rows.step.max(initial=0))) + 1, np.int64)
-        np.add.at(sums, rows.step[mask], rows.duration_ns[mask])
-        taken: NDArray[np.int64] = sums[steps]
-        return taken
-
-    return {name: of(np.isin(rows.kind, each)) for name, each in kinds.items()}
+    parts = {name: rows_of(rows, kinds=each) for name, each in kinds.items()}
+    return {name: sum_per_step(own.step, own.duration_ns, steps) for name, own in parts.items()}
 
 
 def _samples_of(run: RunSource, rank: int, life: ProcessLife, offset: int) -> NDArray[np.int64]:
@@ -435,8 +430,8 @@ class _Life:
             phase.value,
             duration_ns,
             self._ratio(duration_ns),
-            _known(max(process)),
-            _known(max(host)),
+            if_known(max(process)),
+            if_known(max(host)),
         )
 
     def _training_parts(self) -> tuple[PhaseTime, ...]:
@@ -515,7 +510,3 @@ def _rise(attempt: _Attempt, spans: Intervals) -> int:
         if after > before and spans.clip(low, high).duration_ns == high - low > 0
     ]
     return max(known, default=MISSING_INT)
-
-
-def _known(value: int) -> int | None:
-    return None if value == MISSING_INT else value

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.numerics import gradient_norms
-from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
+from fsdp_inspect.analysis.scalars import find_loss, measure_scalars
 from fsdp_inspect.trace.run import RunSource
 
 _LEAST_VALUES = 10
@@ -75,7 +75,7 @@ def find_loss_spikes(run: RunSource) -> tuple[LossSpike, ...]:
 
 
 def _find_loss_spikes(run: RunSource) -> tuple[LossSpike, ...]:
-    series = _loss_of(measure_scalars(run))
+    series = find_loss(measure_scalars(run))
     if series is None:
         return ()
     spikes = find_spikes(series.values)
@@ -134,12 +134,6 @@ def _limit(normal: Sequence[float]) -> float:
     usual = statistics.median(changes)
     noise = 1.4826 * statistics.median(abs(each - usual) for each in changes) / math.sqrt(2)
     return level + max(_DEVIATIONS * noise, _LEAST_RISE * abs(level))
-
-
-def _loss_of(series: Sequence[ScalarSeries]) -> ScalarSeries | None:
-    """The series with the name `loss`, or the first series whose name contains it."""
-    losses = [each for each in series if "loss" in each.name.lower()]
-    return min(losses, key=lambda each: (each.name.lower() != "loss", each.name), default=None)
 
 
 def _highest(values: Sequence[float]) -> float | None:

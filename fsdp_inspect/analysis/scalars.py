@@ -1,9 +1,15 @@
 """Read the numbers that the training loop logged, such as the loss."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import ScalarTable
+
+_OF_VALIDATION = re.compile(
+    r"(?<![a-z])(val|valid|validation|dev|test|eval|evaluation)(?![a-z])", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,25 @@ def measure_scalars(run: RunSource) -> tuple[ScalarSeries, ...]:
             if name not in series and len(logged):
                 series[name] = _make_series(name, record.rank, logged)
     return tuple(series[name] for name in sorted(series))
+
+
+def is_training_loss(name: str) -> bool:
+    """Whether a logged number is a loss, and not that of a validation."""
+    return "loss" in name.lower() and not _OF_VALIDATION.search(name)
+
+
+def find_loss(logged: Sequence[ScalarSeries]) -> ScalarSeries | None:
+    """The loss of the training: `loss`, or else a name with it; None: none was logged.
+
+    Of several names, one with `train` comes first, then one with `avg` or `mean`.
+    """
+    losses = [series for series in logged if is_training_loss(series.name)]
+    return min(losses, key=lambda series: _standing(series.name.lower()), default=None)
+
+
+def _standing(name: str) -> tuple[bool, bool, bool, str]:
+    is_mean = "avg" in name or "mean" in name
+    return name != "loss", "train" not in name, not is_mean, name
 
 
 def _make_series(name: str, rank: int, logged: ScalarTable) -> ScalarSeries:

@@ -12,9 +12,10 @@ communication, then rank.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,29 +44,26 @@ def select_steps(run: RunSource) -> StepSelection:
     )
 
 
-def timed_summary(
-    run: RunSource,
-    *,
-    ranks: Collection[int] | None = None,
-    kinds: Collection[int] | None = None,
-) -> SummaryTable:
-    """Return the summary rows of timed steps, of some ranks and kinds only.
+def timed_summary(run: RunSource, *, kinds: Collection[int] | None = None) -> SummaryTable:
+    """Return the summary rows of timed steps, of some kinds only.
 
-    With 64 units, the summary has 900 rows per rank and step. Limit the ranks or the kinds.
+    With 64 units, the summary has 900 rows per rank and step. Limit the kinds.
     """
-    rows = run.summary(ranks=ranks, kinds=kinds)
-    return _of_steps(rows, select_steps(run).timed)
+    return _of_steps(run.summary(kinds=kinds), select_steps(run).timed)
 
 
-def split_by_rank(rows: SummaryTable) -> dict[int, SummaryTable]:
+_Rows = TypeVar("_Rows", SummaryTable, StatisticsTable)
+
+
+def split_by_rank(rows: _Rows) -> dict[int, _Rows]:
     """Split the rows by rank, without copying them.
 
     Args:
-        rows: Rows sorted by rank, as `RunSource.summary` returns them.
+        rows: Rows sorted by rank, as `RunSource` returns them.
     """
-    ranks, firsts = np.unique(rows.rank, return_index=True)
-    bounds = pairwise([*firsts.tolist(), len(rows)])
-    return {rank: rows.between(*bound) for rank, bound in zip(ranks.tolist(), bounds, strict=True)}
+    firsts: list[int] = np.flatnonzero(np.diff(rows.rank, prepend=-1)).tolist()
+    bounds = pairwise([*firsts, len(rows)])
+    return {int(rows.rank[low]): rows.between(low, high) for low, high in bounds}
 
 
 def collective_rows(rows: SummaryTable) -> SummaryTable:
@@ -96,11 +94,6 @@ class RankSteps:
     def rows(self) -> SummaryTable:
         """All summary rows of the rank in these steps, by step. They are read on first access."""
         return self.read_rows(None)
-
-    def only(self, step: int) -> "RankSteps":
-        """Return the same rank with one of its steps, which is then the typical step."""
-        chosen = self.steps == step
-        return replace(self._where(chosen), is_typical=np.ones(int(chosen.sum()), dtype=bool))
 
     @cached_property
     def inspected(self) -> "RankSteps":
@@ -139,6 +132,11 @@ class RankSteps:
         chosen = values[self.is_typical]
         return float(chosen.mean()) if len(chosen) else 0.0
 
+    def per_step(self, *kinds: int) -> NDArray[np.int64]:
+        """Return the time of the rows of some kinds in each step, shape (S,)."""
+        rows = rows_of(self.rows, kinds=kinds)
+        return sum_per_step(rows.step, rows.duration_ns, self.steps)
+
     def typical_per_step(self, rows: SummaryTable, column: str) -> int:
         """Return the mean over the typical steps of a column's sum in each step.
 
@@ -146,11 +144,7 @@ class RankSteps:
             rows: Some of the rank's rows. A step without a row counts 0.
             column: A column of `SummaryTable` that can be summed.
         """
-        return round(self.typical_mean_per_step(rows, column))
-
-    def typical_mean_per_step(self, rows: SummaryTable, column: str) -> float:
-        """Return the mean like `typical_per_step`, but without rounding, for counts."""
-        return self.typical_mean(sum_per_step(rows.step, getattr(rows, column), self.steps))
+        return self.typical(sum_per_step(rows.step, getattr(rows, column), self.steps))
 
     @property
     def closest_step(self) -> int:
@@ -278,12 +272,7 @@ class TypicalSteps:
 
     def by_group(self) -> dict[int, StatisticsTable]:
         """The sums of each rank by process group, by rank."""
-        rows = self._of(StepPart.GROUP)
-        ranks, firsts = np.unique(rows.rank, return_index=True)
-        bounds = pairwise([*firsts.tolist(), len(rows)])
-        return {
-            rank: rows.between(*bound) for rank, bound in zip(ranks.tolist(), bounds, strict=True)
-        }
+        return split_by_rank(self._of(StepPart.GROUP))
 
 
 @dataclass(frozen=True)

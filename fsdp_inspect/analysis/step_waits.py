@@ -15,7 +15,7 @@ from fsdp_inspect.analysis.wait_causes import Cause, split_waits
 from fsdp_inspect.trace.codes import COLLECTIVES, DTYPES, NO_UNIT, EventKind, Method, Phase, Source
 from fsdp_inspect.trace.links import bus_bytes_per_s
 from fsdp_inspect.trace.run import RunManifest, RunSource
-from fsdp_inspect.trace.tables import MISSING_INT, EventTable
+from fsdp_inspect.trace.tables import EventTable, if_known
 
 MOST_NAMED = 4
 """The number of longest waits to report."""
@@ -150,7 +150,7 @@ def describe_event(
         issued_by=fqns.get(row["issued_by"]) if is_other else None,
         start_ns=row["start_ns"] - step_start,
         duration_ns=row["end_ns"] - row["start_ns"],
-        bytes=_known(row["bytes"]),
+        bytes=if_known(row["bytes"]),
         dtype=DTYPES[row["dtype"]] if row["bytes"] >= 0 and row["dtype"] else None,
         group=groups.get(row["group"]),
         bus_bytes_per_s=None if np.isnan(rate) else rate,
@@ -172,7 +172,3 @@ def _fitted(row: dict[str, int], bandwidth: Bandwidth | None) -> float | None:
         if (member.kind, member.group) == (kind, row["group"]) and member.link is not None:
             return member.link.predict_bus_bytes_per_s(row["bytes"])
     return None
-
-
-def _known(value: int) -> int | None:
-    return None if value == MISSING_INT else value

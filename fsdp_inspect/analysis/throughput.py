@@ -20,9 +20,9 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 _COUNTS = ("num_input_tokens_seen", "num_tokens", "n_tokens_seen")
 """Tokens of all ranks since the start: Transformers' Trainer (5.23), TRL (1.16), and torchtitan
 (0.3)."""
-_RATES = ("tokens_per_s", "tokens_per_second")
 _RATE_OF_RANK = "throughput(tps)"
 """Tokens per second and device: torchtitan (0.3), `components/metrics.py`."""
+_RATES = ("tokens_per_s", "tokens_per_second", _RATE_OF_RANK)
 _MFU = {"mfu(%)": 0.01, "mfu": 1.0}
 """Logged MFU, and its unit. The first is that of torchtitan."""
 _EXPERTS = ("expert", "router")
@@ -42,6 +42,21 @@ class Throughput:
     """`logged as mfu(%)`, or the device and its peak; empty if MFU is unknown."""
     device_utilisation_ratio: float | None
     """Mean over the timed steps of the fraction of time in which a kernel ran (NVML)."""
+
+
+def read_logged(name: str, value: float, world_size: int) -> tuple[str, float] | None:
+    """The metric that a logged number states, with its value over all ranks; None: none is known.
+
+    Args:
+        name: The name under which the training loop logs the number.
+        value: The number.
+        world_size: The number of ranks.
+    """
+    if name in _MFU:
+        return "mfu_ratio", value * _MFU[name]
+    if name in _RATES:
+        return "tokens_per_s", value * (world_size if name == _RATE_OF_RANK else 1)
+    return None
 
 
 def measure_throughput(run: RunSource) -> Throughput | None:
@@ -74,12 +89,10 @@ def _measure_tokens(
         tokens = _per_step(scalars.get(name))
         if tokens and step_time_ns:
             return tokens / step_time_ns * 1e9, f"logged as {name}"
-    for name in (*_RATES, _RATE_OF_RANK):
-        rate = _logged(scalars.get(name), member)
+    for name in _RATES:
+        rate = _logged(scalars.get(name), member, manifest)
         if rate is not None and rate > 0:
-            is_of_rank = name == _RATE_OF_RANK
-            origin = f"logged as {name}{' of each rank' if is_of_rank else ''}"
-            return rate * (manifest.world_size if is_of_rank else 1), origin
+            return rate, f"logged as {name}{' of each rank' if name == _RATE_OF_RANK else ''}"
     tokens = _tokens_of_settings(manifest)
     if tokens and step_time_ns:
         return tokens / step_time_ns * 1e9, "from the settings of the run"
@@ -94,14 +107,17 @@ def _per_step(series: ScalarSeries | None) -> float | None:
     return total / (series.steps[-1] - series.steps[0]) if math.isfinite(total) else None
 
 
-def _logged(series: ScalarSeries | None, member: RankSteps) -> float | None:
-    """The median of a logged number after warm-up; None if it was not logged."""
+def _logged(series: ScalarSeries | None, member: RankSteps, manifest: RunManifest) -> float | None:
+    """The median over all ranks of a logged number after warm-up; None if it was not logged."""
     if series is None:
         return None
     first = int(member.steps[0])
     pairs = zip(series.steps, series.values, strict=True)
     values = [value for step, value in pairs if step >= first and math.isfinite(value)]
-    return float(np.median(values)) if values else None
+    if not values:
+        return None
+    found = read_logged(series.name, float(np.median(values)), manifest.world_size)
+    return None if found is None else found[1]
 
 
 def _tokens_of_settings(manifest: RunManifest) -> int | None:
@@ -124,10 +140,10 @@ def _measure_mfu(
     member: RankSteps,
     tokens_per_s: float | None,
 ) -> tuple[float | None, str]:
-    for name, unit in _MFU.items():
-        logged = _logged(scalars.get(name), member)
+    for name in _MFU:
+        logged = _logged(scalars.get(name), member, manifest)
         if logged is not None:
-            return logged * unit, f"logged as {name}"
+            return logged, f"logged as {name}"
     gpu = find_gpu(manifest.device_name)
     flops = _flops_per_token(manifest)
     if gpu is None or flops is None or tokens_per_s is None:

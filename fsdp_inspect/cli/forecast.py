@@ -20,7 +20,9 @@ from fsdp_inspect.error_text import shorten
 from fsdp_inspect.trace.records import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
-    from fsdp_inspect.analysis.forecasts import Allowance, DeviceOverhead, Fit
+    from fsdp_inspect.analysis.memory.fit import Allowance, DeviceOverhead
+    from fsdp_inspect.simulation.planning.builder_predictor import Fit
+    from fsdp_inspect.simulation.planning.estimates import PlannedValue
     from fsdp_inspect.store.reader import StoredRun
 
 
@@ -106,13 +108,9 @@ def forecast(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect plan memory --preset llama-8b --world-size 8,64,512 --fit 80GiB`
     """
-    from fsdp_inspect.analysis.forecasts import (
-        allowance_of,
-        collect_forecasts,
-        find_fit,
-        peak_of,
-        row_of,
-    )
+    from fsdp_inspect.simulation.planning.builder_predictor import collect_forecasts, find_fit
+    from fsdp_inspect.simulation.planning.forecast_step import allowance_of, read_forecast, row_of
+    from fsdp_inspect.simulation.planning.prediction import predict_device_need
 
     sizes = _parse_sizes(world_size)
     measured: DeviceOverhead | Allowance | None
@@ -139,21 +137,15 @@ def forecast(  # noqa: PLR0913 - one argument an option
                 extra = measured.bytes
 
             @cache
-            def needed_by(run: "StoredRun") -> int:
-                if not is_estimated:
-                    return peak_of(run) + (extra or 0)
-                row = row_of(run, settings, compares_expandable=False)
-                return row.peak_bytes + allowance_of(row).bytes
+            def need_of(run: "StoredRun") -> "PlannedValue":
+                if is_estimated:
+                    return predict_device_need(read_forecast(run, settings))
+                return predict_device_need(read_forecast(run, None), extra or 0)
 
-            def needed(size: int, changed: Mapping[str, Any]) -> int:
-                return needed_by(maker.try_out(size, changed))
+            def need(size: int, changed: Mapping[str, Any]) -> "PlannedValue":
+                return need_of(maker.try_out(size, changed))
 
-            found = find_fit(
-                needed,
-                fit,
-                world_size=sizes[0],
-                accepted=maker.accepted,
-            )
+            found = find_fit(need, fit, world_size=sizes[0], accepted=maker.accepted)
         shown = collect_forecasts(
             runs, settings=settings, allowance_bytes=extra, allowance=measured, fit=found
         )
@@ -233,7 +225,7 @@ def _find_allowance(
             "--allowance and --allowance-from are both given. Expected one of them. Leave one out.",
             param_hint="--allowance",
         )
-    from fsdp_inspect.analysis.forecasts import measure_device_overhead
+    from fsdp_inspect.analysis.memory.fit import measure_device_overhead
     from fsdp_inspect.cli.arguments import open_stored_argument
 
     measured = measure_device_overhead(open_stored_argument(str(run)))

@@ -174,7 +174,7 @@ def kernels(
 
     Example: `fsdp-inspect show runs/demo kernels --rank 1`
     """
-    from fsdp_inspect.report.kernels_wording import render_kernels
+    from fsdp_inspect.report.text import render_kernels
 
     opened = open_run_argument(run)
     _print(opened, opened.kernels(rank=rank), render_kernels, as_json=as_json)

@@ -31,9 +31,6 @@ from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.tables import StatisticsTable
 
 NUM_PLANS = 3
-_LEAST_MARGIN = 0.02
-"""Margin as a fraction of the predicted peak. Measured peaks of 16 proposed plans exceeded it by up
-to 1.1%."""
 _GROWN_MARGIN = 0.02
 """Margin to add if the failed step is larger than the recorded ones."""
 _GROWN_RATIO = 0.005
@@ -136,8 +133,7 @@ def search_plans(
     )
     if peak is None or peak < _EXPLAINED * reached:
         return searched
-    margin = _LEAST_MARGIN + abs(work.trust.memory_error or 0.0)
-    margin += _GROWN_MARGIN if abs(ratio - 1) > _GROWN_RATIO else 0.0
+    margin = work.trust.memory_margin + (_GROWN_MARGIN if abs(ratio - 1) > _GROWN_RATIO else 0.0)
     assert record.limit_bytes is not None, "checked by _refusal"
     limit = round(record.limit_bytes / (1 + margin))
     try:
@@ -146,6 +142,7 @@ def search_plans(
             AdviceRequest(memory_limit=limit),
             NUM_PLANS,
             work=work,
+            margin=0.0,  # the limit has it
             name_file=name_file,
             tasks=tasks,
         )

@@ -161,7 +161,7 @@ def _messages_around(
         (Category.OPERATOR, (_PARAMETERS_OPERATOR,)),
     ):
         host, places = _named(trace, category, prefixes)
-        found = _ranges(host).innermost(issues.thread, issues.time_ns)
+        found = HostRanges.of(host).innermost(issues.thread, issues.time_ns)
         for position in np.flatnonzero(found != NOWHERE).tolist():
             event = found[position]
             before, known = around[position]
@@ -315,10 +315,6 @@ def _named(
 
 def _by_name(trace: KinetoTrace, test: Callable[[str], bool]) -> NDArray[np.bool_]:
     return np.fromiter(map(test, trace.names), dtype=bool, count=len(trace.names))
-
-
-def _ranges(events: EventColumns) -> HostRanges:
-    return HostRanges(events.thread, events.start_ns, events.end_ns)
 
 
 def _find_ids(ids: Int64Array, wanted: Int64Array) -> Int64Array:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.importing.kineto_events import EventColumns
 from fsdp_inspect.trace.intervals import Intervals, paint_innermost
 
 Int64Array = NDArray[np.int64]
@@ -22,6 +23,11 @@ class HostRanges:
     thread: NDArray[np.int32]
     start_ns: Int64Array
     end_ns: Int64Array
+
+    @classmethod
+    def of(cls, events: EventColumns) -> "HostRanges":
+        """The spans of events."""
+        return cls(events.thread, events.start_ns, events.end_ns)
 
     @classmethod
     def empty(cls) -> "HostRanges":

@@ -126,7 +126,7 @@ def _idle_after(
 def _lines(trace: KinetoTrace, waits: EventColumns) -> list[str]:
     """The user's innermost function around each wait; empty: unknown."""
     calls = trace.events[Category.PYTHON]
-    around = _ranges(calls).innermost(waits.thread, waits.start_ns)
+    around = HostRanges.of(calls).innermost(waits.thread, waits.start_ns)
     return [
         "" if at == NOWHERE else user_line(trace.names[calls.name[at]]) for at in around.tolist()
     ]
@@ -136,12 +136,8 @@ def _reads(trace: KinetoTrace, waits: EventColumns) -> list[str]:
     """The read of a value around each wait, or the name of the call."""
     operators = trace.events[Category.OPERATOR]
     reads = operators.where(np.array([name in _READS for name in trace.names])[operators.name])
-    around = _ranges(reads).innermost(waits.thread, waits.start_ns)
+    around = HostRanges.of(reads).innermost(waits.thread, waits.start_ns)
     return [
         trace.names[waits.name[place]] if at == NOWHERE else _READS[trace.names[reads.name[at]]]
         for place, at in enumerate(around.tolist())
     ]
-
-
-def _ranges(events: EventColumns) -> HostRanges:
-    return HostRanges(events.thread, events.start_ns, events.end_ns)

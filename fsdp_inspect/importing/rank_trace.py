@@ -1,9 +1,11 @@
 """Convert the trace of one rank to events of a run, and note the data that the trace lacks."""
 
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,10 @@ from fsdp_inspect.importing.device_rows import DeviceRows, DeviceWork
 from fsdp_inspect.importing.host_rows import HostRows
 from fsdp_inspect.importing.host_syncs import find_host_syncs
 from fsdp_inspect.importing.implied_units import imply_by_order, imply_by_size
-from fsdp_inspect.importing.kineto_events import Category, KinetoTrace
+from fsdp_inspect.importing.kineto_events import Category, KinetoTrace, read_trace
 from fsdp_inspect.importing.messages import NOTHING, GroupNames, read_whole
 from fsdp_inspect.importing.names import RunNames
+from fsdp_inspect.importing.trace_file import ImportLimits
 from fsdp_inspect.importing.unit_ranges import UnitRanges
 from fsdp_inspect.importing.windows import PhaseRanges, StepMarks
 from fsdp_inspect.trace.codes import EventKind
@@ -463,3 +466,22 @@ def _note_on_units(ranges: UnitRanges) -> str:
         "(inferred). Their modules, their prefetches and the forward and backward of each unit are "
         "unknown. Profile a fully_shard model with torch 2.6 or newer to see them."
     )
+
+
+# --- Read the trace of the profiled steps of a recorded run.
+
+
+def read_profile(content: bytes, units: Sequence[str]) -> KernelRecord:
+    """The kernels of the profiled steps.
+
+    Args:
+        content: The trace, gzipped.
+        units: The names of the run's units, by index.
+
+    Raises:
+        ImportingError: The trace is damaged, or not of the recorder.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json.gz"
+        path.write_bytes(content)
+        return read_kernels(read_trace(path, ImportLimits()), units)

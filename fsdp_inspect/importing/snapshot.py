@@ -30,6 +30,7 @@ from fsdp_inspect.importing.snapshot_rows import (
     read_failed_request,
     read_history,
 )
+from fsdp_inspect.store.finished import expect_new_folder
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import ALLOCATIONS_FILE, OUT_OF_MEMORY_FILE
@@ -114,7 +115,7 @@ def import_snapshot(
             f"No memory snapshot found at {str(path)!r}. Expected a file written by "
             "torch.cuda.memory._dump_snapshot, or a folder of them. Name an existing file."
         )
-    _check_free(out)
+    expect_new_folder(out)
     contents = [_read(file, max_memory_bytes) for file in files]
     ranks = [_place(one, file.name) for one, file in zip(contents, files, strict=True)]
     units = unit_names(rank.positions for rank in ranks)
@@ -325,14 +326,6 @@ def _largest(ranks: Sequence[RankSnapshot], fqn: str, activity: FsdpActivity) ->
 
 
 # --- writing
-
-
-def _check_free(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StoreError(
-            f"{str(out)!r} exists already. Expected a new folder for the run. Name another folder, "
-            "or remove it."
-        )
 
 
 def _write(

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_inspect.recording.torch_api.dispatch import destroy_library, without_backend_select
 
@@ -81,3 +82,37 @@ def observe(operator: str, observer: Observer, *, is_innermost: bool = False) ->
     kernel = _kernels.setdefault(operator, _Kernel(operator))
     kernel.add(observer, is_innermost=is_innermost)
     return lambda: kernel.remove(observer)
+
+
+# --- Observe the all-reduces that torch issues from C++, such as those of DDP's reducer.
+#
+# A wrap of `torch.distributed.all_reduce` does not see them. Both go through the dispatcher. A
+# communication hook would change the results: DDP then divides gradients by another rule, and a
+# model has at most one hook.
+
+OPERATOR = "c10d::allreduce_"
+
+AllReduceIssue = Callable[[], tuple[Any, dist.Work]]
+"""Runs the original kernel; returns its result, and the handle in it."""
+AllReduceObserver = Callable[[list[torch.Tensor], dist.ProcessGroup, AllReduceIssue], Any]
+"""Called for each all-reduce with the tensors and the group; returns the result of the issue."""
+
+
+def observe_all_reduces(observer: AllReduceObserver) -> Callable[[], None]:
+    """Call the observer for each all-reduce from any caller.
+
+    Args:
+        observer: It must call `AllReduceIssue` once, and return its result.
+
+    Returns:
+        A function that ends the observation.
+    """
+
+    def called(arguments: tuple[Any, ...], issue: Callable[[], Any]) -> Any:
+        def unboxed() -> tuple[Any, dist.Work]:
+            result = issue()
+            return result, dist.Work.unbox(result[1])
+
+        return observer(arguments[0], dist.ProcessGroup.unbox(arguments[1]), unboxed)
+
+    return observe(OPERATOR, called)

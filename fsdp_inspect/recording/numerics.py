@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
-from fsdp_inspect.recording.tensors import local_part, tensors_in
+from fsdp_inspect.recording.tensors import local_values, tensors_in
 from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.numerics import (
@@ -120,7 +120,7 @@ class StepObserver:
             if parameter.grad is not None:
                 unit = self._unit_of.get(id(parameter), NO_UNIT)
                 self._see(unit, Place.REDUCED_GRADIENT, [parameter.grad])
-                copy = _local(parameter).clone() if self._keeps_copies else None
+                copy = local_values(parameter).clone() if self._keeps_copies else None
                 self._before[id(parameter)] = copy
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -180,7 +180,7 @@ class StepObserver:
     @torch.no_grad()
     def _see(self, unit: int, place: Place, tensors: Any) -> None:
         for tensor in tensors:
-            local = _local(tensor)
+            local = local_values(tensor)
             if not local.is_floating_point() or local.numel() == 0:
                 continue
             seen = self._seen.setdefault((unit, place), _Seen(order=len(self._seen)))
@@ -204,9 +204,9 @@ class StepObserver:
         An update of an element is intended if a source of its update is not zero: the gradient, a
         state such as the momentum, or with weight decay the element itself.
         """
-        after = _local(parameter)
+        after = local_values(parameter)
         meant = torch.zeros_like(after, dtype=torch.bool)
-        for local in map(_local, sources):
+        for local in map(local_values, sources):
             if local.shape == after.shape and local.is_floating_point():
                 meant |= local != 0
         changed = self._changed.setdefault(unit, _Changed())
@@ -228,11 +228,6 @@ def _with(optimizer: torch.optim.Optimizer, setting: str, value: float) -> set[i
         if float(group.get(setting, value)) == value
         for parameter in group["params"]
     }
-
-
-@unseen
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_part(tensor).detach()
 
 
 def _squared_norm(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,11 @@ def describe_tensors(tensors: Iterable[torch.Tensor]) -> str:
     return "; ".join([*dict.fromkeys(found)][:_MOST_DESCRIBED])
 
 
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds, without its graph."""
+    return local_part(tensor).detach()
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this rank holds, with its graph; any other tensor itself."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor

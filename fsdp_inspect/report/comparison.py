@@ -29,6 +29,7 @@ from fsdp_inspect.formatting import (
     format_count,
     format_ns,
     format_ratio,
+    format_setting,
     format_signed,
     format_unit,
     shorten_names,
@@ -71,20 +72,13 @@ def _settings(comparison: Comparison) -> Iterator[RenderableType]:
     if not comparison.settings:
         yield Text("The settings are equal.")
     for setting in comparison.settings:
-        values = " -> ".join(map(_written, setting.values))
+        values = " -> ".join(map(format_setting, setting.values))
         where = f" ({setting.where})" if setting.where else ""
         yield Text(f"{_setting_name(setting)}{where}: {values}")
 
 
 def _setting_name(setting: SettingDifference) -> str:
     return setting.name if setting.group == "config" else f"{setting.group}: {setting.name}"
-
-
-def _written(value: Any) -> str:
-    """A setting as configuration files write it."""
-    if value is None:
-        return "(not set)"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _conclusion(conclusion: Conclusion) -> Iterator[RenderableType]:

@@ -1,6 +1,7 @@
 """Render the exposed waits of a rank for a terminal."""
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -29,7 +30,6 @@ from fsdp_inspect.formatting import (
     shorten_names,
 )
 from fsdp_inspect.report.layout import (
-    Owned,
     dim,
     indented,
     new_table,
@@ -67,6 +67,22 @@ _TRANSFERS = {
     "rank": "time on this rank, which may include waits for other ranks",
     "mixed": "shortest duration over the ranks, where they share the collective",
 }
+
+
+class Owned(Protocol):
+    """Communication, which may belong to a unit."""
+
+    @property
+    def fqn(self) -> str | None:
+        """None if it belongs to no unit."""
+
+    @property
+    def is_fsdp(self) -> bool | None:
+        """None if the source does not record it."""
+
+    @property
+    def dimension(self) -> str:
+        """The dimension of the device mesh."""
 
 
 def render_waits(found: RankWaits) -> RenderableType:

@@ -7,17 +7,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.analysis.forecasts import (
-    RESERVED_RATIO,
-    Allowance,
-    Fit,
-    ForecastRow,
-    ForecastTable,
-)
+from fsdp_inspect.analysis.memory.fit import RESERVED_RATIO, Allowance, FitVerdict
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction
 from fsdp_inspect.formatting import format_bytes, format_category, format_count, format_unit, plural
 from fsdp_inspect.report.layout import dim, new_table, render_table, section
+from fsdp_inspect.simulation.planning.builder_predictor import Fit, ForecastTable
+from fsdp_inspect.simulation.planning.forecast_step import ForecastRow
 
 MOST_OWNERS = 8
 
@@ -64,26 +60,34 @@ def _place(row: ForecastRow) -> str:
 
 def _describe_fit(fit: Fit, allowance_bytes: int | None) -> Iterable[str]:
     limit, on_ranks = format_bytes(fit.limit_bytes), f"on {plural(fit.world_size, 'rank')}"
-    needed = "It"
+    needed = ""
     if allowance_bytes:
-        needed = f"Required with the allowance: {format_bytes(fit.peak_bytes)}. It"
-    if fit.fits:
-        yield f"{needed} fits into {limit} {on_ranks}. Headroom: {format_bytes(fit.spare_bytes)}."
+        needed = f"Required with the allowance: {format_bytes(fit.peak_bytes)}. "
+    if fit.verdict is FitVerdict.FITS:
+        spare = format_bytes(fit.limit_bytes - fit.high_bytes)
+        yield f"{needed}It fits into {limit} {on_ranks}. Headroom: at least {spare}."
+    elif fit.verdict is FitVerdict.UNKNOWN:
+        yield (
+            f"{needed}Cannot tell whether it fits into {limit} {on_ranks}: a device needs "
+            f"{format_bytes(fit.low_bytes)} to {format_bytes(fit.high_bytes)}."
+        )
     else:
-        missing = format_bytes(-fit.spare_bytes)
-        yield f"{needed} does not fit into {limit} {on_ranks}. Missing: {missing}."
+        missing = format_bytes(fit.low_bytes - fit.limit_bytes)
+        yield f"{needed}It does not fit into {limit} {on_ranks}. Missing: at least {missing}."
     if fit.smallest_world_size == 0:
-        yield "It does not fit on any number of ranks up to 4,096: activations alone exceed it."
+        yield "It is not certain to fit on any number of ranks up to 4,096."
     elif fit.smallest_world_size is not None:
-        yield f"Smallest world size (power of two) that fits: {fit.smallest_world_size}."
+        yield (
+            f"Smallest world size (power of two) that is certain to fit: {fit.smallest_world_size}."
+        )
     if fit.largest_batch_size == 0:
-        yield f"A batch of 1 per rank does not fit {on_ranks}."
+        yield f"A batch of 1 per rank is not certain to fit {on_ranks}."
     elif fit.largest_batch_size is not None:
-        yield f"Largest batch that fits {on_ranks}: {fit.largest_batch_size} per rank."
+        yield f"Largest batch that is certain to fit {on_ranks}: {fit.largest_batch_size} per rank."
     if fit.remedies:
         found = next((remedy for remedy in fit.remedies if remedy.fits), None)
         if found is None:
-            yield f"None of the changes below makes it fit {on_ranks}."
+            yield f"With none of the changes below it is certain to fit {on_ranks}."
         else:
             yield f"It fits {on_ranks} with {_settings(found.settings)}."
     yield from fit.unknown
@@ -137,7 +141,7 @@ def _in_phase(phase: str) -> str:
 def _remedies_table(fit: Fit) -> Table:
     table = new_table("change", "peak", "<")
     for remedy in fit.remedies:
-        word = "fits" if remedy.fits else remedy.problem or "does not fit"
+        word = "fits" if remedy.fits else remedy.problem or "not certain to fit"
         table.add_row(Text(_settings(remedy.settings)), format_bytes(remedy.peak_bytes), Text(word))
     return table
 

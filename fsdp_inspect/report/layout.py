@@ -1,7 +1,7 @@
 """Lay out reports for a terminal: tables from column specifications, titled sections, bars."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -13,7 +13,6 @@ from fsdp_inspect.columns import Column, TableSpec
 from fsdp_inspect.formatting import (
     ELLIPSIS,
     ShortNames,
-    format_owner,
     format_unit,
     shorten_names,
     show_controls,
@@ -150,27 +149,6 @@ def dim(text: str) -> Text:
     return Text(text, style="dim")
 
 
-class Owned(Protocol):
-    """Communication, which may belong to a unit."""
-
-    @property
-    def fqn(self) -> str | None:
-        """None if it belongs to no unit."""
-
-    @property
-    def is_fsdp(self) -> bool | None:
-        """None if the source does not record it."""
-
-    @property
-    def dimension(self) -> str:
-        """The dimension of the device mesh."""
-
-
-def owner_name(owned: Owned) -> Text:
-    """The owner of communication as plain text, never markup."""
-    return Text(format_owner(owned.fqn, owned.is_fsdp, owned.dimension))
-
-
-def unit_name(fqn: str | None, otherwise: str = "(no unit)") -> Text:
-    """The name of a unit as plain text, never markup; `otherwise` if there is none."""
-    return Text(otherwise if fqn is None else format_unit(fqn))
+def unit_name(fqn: str | None) -> Text:
+    """The name of a unit as plain text, never markup."""
+    return Text("(no unit)" if fqn is None else format_unit(fqn))

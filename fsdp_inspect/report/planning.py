@@ -9,12 +9,13 @@ import tomli_w
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from fsdp_inspect.analysis.memory.fit import FitVerdict
 from fsdp_inspect.formatting import capitalize, format_bytes, format_count, format_ns, format_ratio
 from fsdp_inspect.report.layout import dim, indented, new_table, section
 from fsdp_inspect.report.output import whole_folder
 from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job
 from fsdp_inspect.simulation.planning.estimates import PlannedValue
-from fsdp_inspect.simulation.planning.prediction import FitVerdict, PlanPrediction
+from fsdp_inspect.simulation.planning.prediction import PlanPrediction
 from fsdp_inspect.simulation.planning.search import VALUES, CapacityPlan
 from fsdp_inspect.simulation.planning.transformer import HF_NAMES
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from math import isnan
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from fsdp_inspect.analysis.mesh_grid import MeshGrid
@@ -22,7 +21,7 @@ from fsdp_inspect.analysis.verdict.words import describe_slow_group, describe_wa
 from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.formatting import MISSING, capitalize, format_ns, format_ranks, format_ratio
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import new_table, render_table
+from fsdp_inspect.report.layout import indented, new_table, render_table
 from fsdp_inspect.report.wording import format_metric
 
 _NO_STRAGGLER = "No rank is a straggler."
@@ -287,7 +286,7 @@ def render_ranks(
     """
     shown = _choose(ranks.ranks, rank)
     answer, *details = describe_answer(ranks)
-    parts: list[RenderableType] = [Text(answer, style="bold"), *map(_indented, details)]
+    parts: list[RenderableType] = [Text(answer, style="bold"), *map(indented, details)]
     parts.extend(Text(f"note: {refusal}", style="yellow") for refusal in _shorten(ranks.refusals))
     if shown:
         parts.extend(
@@ -320,10 +319,6 @@ def _shorten(refusals: Sequence[str]) -> Iterable[str]:
     yield from refusals[:MOST_SKEWS]
     if len(refusals) > MOST_SKEWS:
         yield f"{len(refusals) - MOST_SKEWS} more notes in --json."
-
-
-def _indented(text: str) -> RenderableType:
-    return Padding(Text(text), (0, 0, 0, 2))
 
 
 # --- in tables

@@ -15,6 +15,7 @@ from fsdp_inspect.analysis.breakdown import DIMENSIONS, PartTime, StepBreakdown
 from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
 from fsdp_inspect.analysis.gather_distances import GatherDistances
 from fsdp_inspect.analysis.host_stops import HostStops
+from fsdp_inspect.analysis.kernels import KernelCost, Kernels
 from fsdp_inspect.analysis.lifetime import LifePhase, Lifetime, PhaseTime
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.peak import Memory
@@ -31,6 +32,7 @@ from fsdp_inspect.formatting import (
     format_bytes,
     format_count,
     format_ns,
+    format_numbers,
     format_owner,
     format_ranks,
     format_ratio,
@@ -50,6 +52,7 @@ from fsdp_inspect.report.wording import (
     format_metric,
     name_backend,
 )
+from fsdp_inspect.trace.kernels import KernelKind
 
 LEAST_STOP_RATIO = 0.01
 """Lines that stop a host for a smaller fraction of the step are left out."""
@@ -337,7 +340,9 @@ def _numbers_table(summary: Summary) -> Table:
         first, last = (
             format_metric("loss", value) for value in (summary.loss.first, summary.loss.last)
         )
-        table.add_row(find_metric("loss").label, last, f"from {first}")
+        name = summary.loss.name
+        origin = f"from {first}" + ("" if name == "loss" else f", logged as {name}")
+        table.add_row(find_metric("loss").label, last, origin)
     for name, value, origin in list_throughput(summary.throughput):
         table.add_row(find_metric(name).label, format_metric(name, value), origin)
     if summary.goodput_ratio is not None:
@@ -605,3 +610,68 @@ def _phase_rows(life: Lifetime) -> Iterator[PhaseTime]:
 
 def _bar_of_phase(phase: PhaseTime) -> Text:
     return bar(phase.wall_ratio, "▒" if phase.phase.startswith(" ") else "█")
+
+
+# --- Word and render the kernels of profiled steps.
+
+
+MOST_GROUPS = 12
+MOST_NAMES = 10
+
+
+def render_kernels(found: Kernels) -> RenderableType:
+    """Render the kernels by kind, then by unit and phase, then the longest ones."""
+    tables: list[RenderableType] = []
+    for spec, costs, most in (
+        (Kernels.KINDS, found.kinds, len(found.kinds)),
+        (Kernels.TABLE, found.groups, MOST_GROUPS),
+        (Kernels.NAMES, found.names, MOST_NAMES),
+    ):
+        tables += [
+            "",
+            Text(spec.title, style="bold"),
+            render_table(spec.with_values(costs[:most]), costs[:most]),
+        ]
+    return Group(*map(Text, word_kernels(found)), *tables, "", dim(_kernels_footer(found)))
+
+
+def word_kernels(found: Kernels) -> list[str]:
+    """The headline, the share of the peak, and the remainder without a kind."""
+    work = "kernels" if found.on_device else "operators"
+    lines = [
+        f"Rank {found.rank}, steps {format_numbers(found.steps)}: {work} compute for "
+        f"{format_ns(found.compute_ns)} of {format_ns(found.step_ns)} a step."
+    ]
+    if found.peak_ratio is not None:
+        lines.append(
+            f"The step reaches {format_ratio(found.peak_ratio)} of the peak ({found.peak_source})."
+        )
+    small = _small_kernels(found.kinds)
+    if small is not None:
+        lines.append(small)
+    if found.unknown_ns:
+        lines.append(
+            f"The names of {format_ns(found.unknown_ns)} of compute do not show a kind: they are "
+            f"listed as {KernelKind.OTHER.label}."
+        )
+    return lines
+
+
+def _small_kernels(kinds: Sequence[KernelCost]) -> str | None:
+    computing = [cost for cost in kinds if cost.compute_ratio is not None]
+    count = sum(cost.count for cost in computing)
+    small = sum(cost.count * (cost.small_ratio or 0.0) for cost in computing)
+    if not count or computing[0].small_ratio is None:
+        return None
+    return (
+        f"{format_ratio(small / count)} of {count:,.0f} a step are small: they run for less than "
+        "6 µs, which a host needs to launch one."
+    )
+
+
+def _kernels_footer(found: Kernels) -> str:
+    rest = "the device runs nothing" if found.on_device else "no operator runs"
+    return (
+        f"Times are per step, under the profiler, which slows the host. Between kernels, {rest} "
+        f"for {format_ns(found.gap_ns)}."
+    )

@@ -15,7 +15,7 @@ from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.verification.verification import Quantity, Verification, VerifiedUnit
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio, plural
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import dim, new_table, section, unit_name
+from fsdp_inspect.report.layout import dim, indented, new_table, section, unit_name
 from fsdp_inspect.report.wording import format_change, format_error, format_method, format_metric
 from fsdp_inspect.simulation.predictions.ledger import TrackRecord
 from fsdp_inspect.simulation.predictions.records import Estimate, Ruling
@@ -36,9 +36,9 @@ def render_verification(verification: Verification) -> RenderableType:
     """Render whether a prediction held: in a sentence, then by number, then by unit."""
     prediction = verification.prediction
     parts: list[RenderableType] = [Text(verification.answer, style="bold")]
-    parts += [_line(f"Predicted plan: {prediction.what}.")]
-    parts += [_line(f"Difference in {_difference(each)}") for each in _differences(verification)]
-    parts += [_line(obstacle) for obstacle in verification.obstacles[1:]]
+    parts += [indented(f"Predicted plan: {prediction.what}.")]
+    parts += [indented(f"Difference in {_difference(each)}") for each in _differences(verification)]
+    parts += [indented(obstacle) for obstacle in verification.obstacles[1:]]
     parts += [Text(f"caution: {caveat}", style="yellow") for caveat in verification.caveats]
     parts += section("Predicted and measured", _quantities(verification.quantities))
     if verification.units:
@@ -53,13 +53,9 @@ def render_verification(verification: Verification) -> RenderableType:
 def render_track_record(record: TrackRecord) -> Iterator[RenderableType]:
     """Render the outcomes of earlier predictions; nothing without predictions."""
     if record.sentence:
-        yield from section("Earlier predictions", _line(record.sentence))
+        yield from section("Earlier predictions", indented(record.sentence))
     for note in record.notes:
         yield Text(f"caution: {note}", style="yellow")
-
-
-def _line(text: str) -> RenderableType:
-    return Padding(Text(text), (0, 0, 0, 2))
 
 
 def _differences(verification: Verification) -> Iterator[tuple[str, str, str]]:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.memory.fit import measure_allocatable
 from fsdp_inspect.analysis.shared_collectives import queue_up
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_per_step
 from fsdp_inspect.analysis.trust import MAX_REPLAY_ERROR, Trust, measure_trust
@@ -120,6 +121,8 @@ class RecordedWork:
     """The run's version of torch, which decides some defaults of a plan; zeros: unknown."""
     peak_bytes: int | None = None
     """The peak of the memory step behind the workload's memory; None: there is none."""
+    allocatable_bytes: int | None = None
+    """The memory of a device that tensors can have; None: unknown."""
     kinds_ratios: tuple[float, ...] = (1.0,)
     """The fraction of each kind of step, the most frequent first."""
     accumulation: Accumulation | None = field(default_factory=Accumulation)
@@ -204,6 +207,7 @@ def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> R
     work = replace(
         work,
         step_time_ns=_time_of_kind(work, readings) if num_other or kind else work.step_time_ns,
+        allocatable_bytes=measure_allocatable(run, member.rank),
         kinds_ratios=tuple(each.ratio for each in kinds),
         trust=replace(
             work.trust,

@@ -18,13 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
+from fsdp_inspect.simulation.memory import Course, FirstUse, MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.parameters import (
     last_gradient_of,
     sharded_gradient_bytes,
     share_of,
 )
-from fsdp_inspect.simulation.parts import Course, FirstUse
 from fsdp_inspect.simulation.workload import Op, Pass, Piece, Workload
 from fsdp_inspect.trace.codes import OF_COMMUNICATION, MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.run import Unit

@@ -24,7 +24,14 @@ from itertools import pairwise
 
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory, UnitMemory
+from fsdp_inspect.simulation.memory import (
+    MemoryWork,
+    PieceMemory,
+    UnitMemory,
+    change_of,
+    rise_of,
+    time_share_of,
+)
 from fsdp_inspect.simulation.network import Network, Pace
 from fsdp_inspect.simulation.parameters import (
     Parameter,
@@ -36,7 +43,6 @@ from fsdp_inspect.simulation.parameters import (
     share_of,
     smaller_group,
 )
-from fsdp_inspect.simulation.parts import change_of, rise_of, time_share_of
 from fsdp_inspect.simulation.policies import (
     microbatches_of,
     policies_of,

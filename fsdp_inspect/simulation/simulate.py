@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.memory.fit import FitVerdict, judge_fit
 from fsdp_inspect.analysis.step_selection import collective_rows
 from fsdp_inspect.analysis.trust import MAX_OTHER_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, split_waits
 from fsdp_inspect.columns import TableSpec, metric_column, unit_column
 from fsdp_inspect.errors import MissingDataError, PlanError
+from fsdp_inspect.formatting import format_bytes, format_ratio
 from fsdp_inspect.results import Result, to_plain
 from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.simulation.network import NodeLink, Pace, unknown_latencies
@@ -306,10 +308,29 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         high_ns=round(max(steps) * (1 + margin)),
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         assumptions=(*scenario.assumptions, *unknown_latencies(network)),
-        caveats=trust.prediction_caveats,
+        caveats=(*trust.prediction_caveats, *_doubt_fit(work, predicted, replayed)),
         memory_refusal=work.memory_refusal or scenario.memory_refusal,
         plan=scenario.plan,
     )
+
+
+def _doubt_fit(
+    work: RecordedWork, predicted: SimulatedPlan, replayed: SimulatedPlan
+) -> Iterator[str]:
+    """Why a plan with more memory than the recorded one may not fit the recorded device."""
+    peak, limit = predicted.peak_bytes, work.allocatable_bytes
+    if peak is None or limit is None or peak <= (replayed.peak_bytes or 0):
+        return
+    margin = work.trust.memory_margin
+    found = judge_fit(peak, peak * (1 + margin), limit)
+    tensors = f"{format_bytes(limit)} of a device that tensors can have"
+    if found is FitVerdict.DEVICE:
+        yield f"The predicted peak of {format_bytes(peak)} exceeds the {tensors}."
+    elif found is FitVerdict.UNKNOWN:
+        yield (
+            f"Cannot tell whether the plan fits: with {format_ratio(margin)} for its error, the "
+            f"predicted peak of {format_bytes(peak)} exceeds the {tensors}."
+        )
 
 
 def replay(work: RecordedWork) -> SimulatedPlan:

@@ -178,6 +178,11 @@ def is_url(path: str | Path) -> bool:
     return isinstance(path, str) and "://" in path and not path.startswith("file://")
 
 
+def file_label(files: RunFiles, name: str) -> str:
+    """A file of a run as messages name it."""
+    return f"{files.label.rstrip('/')}/{name}"
+
+
 def open_files(path: str | Path, label: str | None = None) -> RunFiles:
     """Access the files at a path or URL.
 

@@ -136,7 +136,7 @@ def write_finished_run(out: Path) -> Iterator[FinishedRun]:
     Raises:
         StoreError: `out` exists already or cannot be written.
     """
-    _check_free(out)
+    expect_new_folder(out)
     unfinished = out.absolute().parent / f".{out.name}.unfinished-{os.getpid()}"
     try:
         _remove(unfinished)
@@ -162,7 +162,12 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _check_free(out: Path) -> None:
+def expect_new_folder(out: Path) -> None:
+    """Check that the folder of a new run is missing or empty.
+
+    Raises:
+        StoreError: It has files.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StoreError(
             f"{str(out)!r} exists already. Expected a new folder for the run. Name another folder, "

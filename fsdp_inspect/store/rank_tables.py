@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from fsdp_inspect.store.compacted import CompactedContents, read_compacted
-from fsdp_inspect.store.files import RunFiles
+from fsdp_inspect.store.files import RunFiles, file_label
 from fsdp_inspect.store.records import ExpectedOrigin
 from fsdp_inspect.store.schema import TableFile, TableT
 from fsdp_inspect.store.streams import StreamContents, read_stream
@@ -62,7 +62,7 @@ def read_table(
     covered = compacted.covered_rows if compacted else 0
     stream = None
     if raw is not None:
-        label = _label(files, live_name)
+        label = file_label(files, live_name)
         stream = read_stream(raw, file, label, covered_rows=covered, origin=origin)
     parts: list[TableT] = [part.table for part in (compacted, stream) if part is not None]
     return RecordedTable(
@@ -102,9 +102,5 @@ def read_compacted_table(
     if source is None:
         return None
     with source:
-        label = _label(files, name)
+        label = file_label(files, name)
         return read_compacted(source, file, label, origin=origin, steps=steps, kinds=kinds)
-
-
-def _label(files: RunFiles, name: str) -> str:
-    return f"{files.label.rstrip('/')}/{name}"

@@ -23,7 +23,7 @@ from fsdp_inspect.errors import (
 )
 from fsdp_inspect.formatting import format_numbers, format_ranks
 from fsdp_inspect.parallel.tasks import Tasks, require_shared_folder
-from fsdp_inspect.store.files import LocalFiles, RunFiles, is_url, open_files
+from fsdp_inspect.store.files import LocalFiles, RunFiles, file_label, is_url, open_files
 from fsdp_inspect.store.folder import folder_name, is_alive, last_sign_unix_ns, list_runs
 from fsdp_inspect.store.live_tables import ReaderCache, StreamTail
 from fsdp_inspect.store.notes import (
@@ -153,7 +153,7 @@ def open_run(
     chosen = attempt if attempt is not None else max(attempts, default=0)
     if encoded is None:
         return _open_without_manifest(files, attempts, chosen, note, reuse or ReaderCache())
-    manifest = decode_record(encoded, RunManifest, _label(files, MANIFEST_FILE))
+    manifest = decode_record(encoded, RunManifest, file_label(files, MANIFEST_FILE))
     manifest = manifest.in_folder(folder_name(files.label))
     return StoredRun(files, manifest, attempts=attempts, attempt=chosen, reuse=reuse, tasks=tasks)
 
@@ -311,7 +311,7 @@ class StoredRun:
         with noting(self._found):
             encoded = self._files.read(PROBE_FILE)
             if encoded is not None:
-                return decode_record(encoded, NetworkProbe, _label(self._files, PROBE_FILE))
+                return decode_record(encoded, NetworkProbe, file_label(self._files, PROBE_FILE))
         return None
 
     def black_box(self, rank: int, *, at_desync: bool = False) -> BlackBox | None:
@@ -327,10 +327,10 @@ class StoredRun:
                     box = decode_black_box(content)
                 except BlackBoxError as error:
                     raise CorruptFileError(
-                        f"{_label(self._files, name)} is damaged: {error}. The last collectives of "
-                        f"rank {rank} are unknown."
+                        f"{file_label(self._files, name)} is damaged: {error}. The last "
+                        f"collectives of rank {rank} are unknown."
                     ) from error
-                self._check_box(box, rank, _label(self._files, name))
+                self._check_box(box, rank, file_label(self._files, name))
                 return box
         return None
 
@@ -417,7 +417,7 @@ class StoredRun:
             encoded = self._files.read(name)
             if encoded is None:
                 return None
-            label = _label(self._files, name)
+            label = file_label(self._files, name)
             record = decode_record(encoded, kind, label)
             found = (record.run_id, record.rank, record.attempt)
             known = self._manifest.recorded_id
@@ -716,7 +716,9 @@ def _read_records(
             if isinstance(content, UnreadableFileError):
                 raise content
             record = _read_record(files, folder, content)
-            _check_place(record, (attempt, rank), manifest, _label(files, f"{folder}/{RANK_FILE}"))
+            _check_place(
+                record, (attempt, rank), manifest, file_label(files, f"{folder}/{RANK_FILE}")
+            )
             records[rank] = record
     return records
 
@@ -741,7 +743,7 @@ def _check_place(record: RankRecord, place: Place, manifest: RunManifest | None,
 
 def _read_record(files: RunFiles, folder: str, encoded: bytes) -> RankRecord:
     """A rank's record; a rank that exited silently has the status crashed."""
-    record = decode_record(encoded, RankRecord, _label(files, f"{folder}/{RANK_FILE}"))
+    record = decode_record(encoded, RankRecord, file_label(files, f"{folder}/{RANK_FILE}"))
     if record.status is RunStatus.RUNNING and not is_alive(record, files, folder):
         return record.model_copy(update={"status": RunStatus.CRASHED})
     return record
@@ -786,10 +788,6 @@ def _runs_near(path: Path) -> list[str]:
         if entries:
             return entries
     return []
-
-
-def _label(files: RunFiles, name: str) -> str:
-    return f"{files.label.rstrip('/')}/{name}"
 
 
 # --- Open a part of a run without `run.json`.

@@ -448,6 +448,11 @@ def limit_summary(
     return rows if kinds is None else rows_of(rows, kinds=kinds)
 
 
+def if_known(value: int) -> int | None:
+    """The value; None if it is missing."""
+    return None if value == MISSING_INT else value
+
+
 def rows_of(rows: SummaryTable, *, kinds: Collection[int]) -> SummaryTable:
     """The rows of the given kinds."""
     if len(kinds) > _FEW_KINDS:

@@ -19,6 +19,7 @@ from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run, find_findings
+from fsdp_inspect.analysis.context import RunContext
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import Execution, observed_plan, simulate_step
 from fsdp_inspect.simulation.scenario import make_scenario
@@ -39,7 +40,7 @@ from fsdp_inspect.simulation.workload import (
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan
-from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import EventTable
 from tests.builders import MIB, InMemoryRun, RunBuilder
 from tests.recording.virtual_training import Replay
@@ -167,10 +168,33 @@ def test_a_tight_memory_limit_gives_the_fastest_plan_that_fits():
     assert free.fastest.peak_bytes is not None
     assert free.fastest.peak_bytes > 27 * MIB
     assert tight.fastest.peak_bytes is not None
-    assert tight.fastest.peak_bytes <= 27 * MIB
+    assert tight.fastest.peak_bytes * 1.02 <= 27 * MIB  # the error of a predicted peak
     assert free.fastest.step_ns < tight.fastest.step_ns < tight.replayed_step_ns
     kept = [u for u in tight.fastest.plan.units if u.reshard_after_forward is False]
     assert 0 < len(kept) < len(tight.fastest.plan.units)
+
+
+class OnDevice(RunContext):
+    """A run on a device whose memory is just above the peak of the recorded plan."""
+
+    @property
+    def ranks(self) -> list[RankRecord]:
+        return [
+            each.model_copy(update={"device_memory_bytes": 27 * MIB}) for each in self.source.ranks
+        ]
+
+
+def test_the_device_limits_the_advice_and_a_simulation_says_so():
+    run = OnDevice(open_run(SAMPLE))
+    advised = plan_advice(run)
+    assert advised.memory_limit_bytes == 27 * MIB
+    assert advised.fastest.peak_bytes is not None
+    assert advised.fastest.peak_bytes * 1.02 <= 27 * MIB
+    recorded = observed_plan(run)
+    assert simulate_plan(run, recorded).caveats == simulate_plan(run.source, recorded).caveats
+    kept = recorded.change(recorded.unit_names, reshard_after_forward=False)
+    caveats = simulate_plan(run, kept).caveats
+    assert any("exceeds the 27.0 MiB of a device that tensors can have" in one for one in caveats)
 
 
 def test_a_limit_that_no_plan_keeps_is_said_with_the_smallest_peak():
@@ -231,12 +255,6 @@ def test_backwards_that_do_not_accumulate_are_no_microbatches(loop: str):
         run = replace(run, manifest=run.manifest.model_copy(update={"observed": observed}))
     assert observed_plan(run).accumulation == Accumulation()
     assert not {"R16", "R17"} & rules_of(plan_advice(run))
-
-
-def test_a_time_limit_that_no_plan_keeps_is_said():
-    advice = plan_advice(open_run(SAMPLE), time_limit_ns=1)
-    assert advice.smallest is None
-    assert any("No plan takes at most 1 ns" in note for note in advice.notes)
 
 
 # --- laws

@@ -70,7 +70,6 @@ def evidence_of(
         causes_ns={},
         exposed_by_kind_ns={"reduce_scatter": 5},
         backward_gathers_ns=0,
-        device_bytes=None,
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.plan_space import ROOT_PARTS, Choice, Space, make_space
+from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.search import Search, SearchResult
 from fsdp_inspect.simulation.memory import PieceMemory
 from fsdp_inspect.simulation.network import CostLine, Network, Node, NodeLink
@@ -57,7 +58,7 @@ def bench_on(
 
 
 def search(scorer: PlanScorer, limit: int | None) -> SearchResult:
-    return Search(scorer, limit, allow_dtypes=False).run()
+    return Search(scorer, AdviceRequest(memory_limit=limit), memory_margin=0.0).run()
 
 
 def test_a_slow_network_between_nodes_gives_a_share_within_each_node(

@@ -36,7 +36,6 @@ def found(*, units: dict[str, Any] | None = None, device: str = "cuda", **facts:
         "causes_ns": {},
         "exposed_by_kind_ns": {},
         "backward_gathers_ns": 0,
-        "device_bytes": None,
         "step_time_ns": 1000,
     }
     evidence = Evidence(**{**known, **facts})

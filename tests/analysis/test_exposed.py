@@ -119,20 +119,6 @@ def test_a_rank_that_is_not_there_is_refused_with_those_that_are():
         measure_exposed(steady_run(world_size=4), rank=9)
 
 
-def test_one_step_alone_is_asked_about_itself():
-    builder = RunBuilder(world_size=2)
-    rank = builder.rank(0)
-    for step, late in enumerate((10, 30, 20)):
-        begin = 1000 * step
-        rank.step(step, begin, begin + 500)
-        rank.all_gather("layers.0", begin + 100, begin + 100 + late, need=begin + 100)
-    run = builder.build()
-    for step, late in enumerate((10, 30, 20)):
-        exposed = measure_exposed(run, step=step)
-        assert exposed.exposed_ns == sum(exposed.causes_ns.values()) == late
-        assert [owner.exposed_ns for owner in exposed.owners] == [late]
-
-
 def test_the_causes_of_the_rank_and_of_each_owner_add_up():
     exposed = measure_exposed(steady_run())
     assert exposed.causes_ns == {"floor": 150, "late_issue": 40, "bandwidth": 60}

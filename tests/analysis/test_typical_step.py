@@ -128,13 +128,14 @@ def test_sums_per_step_are_averaged_with_zero_for_steps_without_rows():
     member = five_steps()
     gathers = member.rows.where(member.rows.kind == EventKind.ALL_GATHER)
     late = gathers.where(gathers.step == 4)
-    assert member.typical_mean_per_step(gathers, "count") == 1
+    assert member.typical_per_step(gathers, "count") == 1
     assert member.typical_per_step(gathers, "duration_ns") == 2
-    assert member.typical_mean_per_step(late, "duration_ns") == pytest.approx(4 / 3)
     assert member.typical_per_step(late, "duration_ns") == 1
 
 
-def test_one_step_alone_is_its_own_typical_step():
-    member = five_steps().only(2)
-    assert member.typical_steps.tolist() == [2]
-    assert member.typical(member.step_time_ns) == 50
+def test_the_times_of_some_kinds_are_summed_in_each_step():
+    member = five_steps()
+    sums = member.per_step(EventKind.ALL_GATHER, EventKind.STEP)
+    gathers = member.per_step(EventKind.ALL_GATHER)
+    assert (sums == gathers + member.step_time_ns).all()
+    assert gathers.sum() > 0

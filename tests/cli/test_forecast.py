@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp_inspect.analysis import forecasts as fit
 from fsdp_inspect.cli import forecast_maker as forecaster
+from fsdp_inspect.simulation.planning import builder_predictor as fit
 from fsdp_inspect.store.reader import open_run
 from tests.forked_process import ForkedProcess
 
@@ -41,7 +41,7 @@ WITHOUT_ALLOWANCE = ("--allowance", "0B")
 def invoke(invoke, monkeypatch):
     """Like `invoke`, with a child that does not import torch and a search over few world sizes.
 
-    `tests/analysis/capacity/test_fit.py` tests the search up to 4096 ranks, whose forecast takes
+    `tests/simulation/planning/test_fit.py` tests the search up to 4096 ranks, whose forecast takes
     2 s.
     """
     forked = SimpleNamespace(Popen=ForkedProcess, PIPE=subprocess.PIPE)
@@ -78,8 +78,8 @@ def test_a_table_by_world_size_and_what_fits(invoke, tmp_path):
     assert ended.code == 0, ended.err
     assert "on 2 ranks" in ended.out
     assert "= peak" in ended.out
-    assert "Smallest world size (power of two) that fits:" in ended.out
-    assert "Largest batch that fits on 2 ranks:" in ended.out
+    assert "Smallest world size (power of two) that is certain to fit:" in ended.out
+    assert "Largest batch that is certain to fit on 2 ranks:" in ended.out
     assert "Predicted with torch" in ended.out
     assert "forecasting tiny on 8 ranks" in ended.err
     kept = open_run(tmp_path / "runs" / "tiny-8-ranks")

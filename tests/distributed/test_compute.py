@@ -12,7 +12,7 @@ import fsdp_inspect
 from fsdp_inspect.analysis.batch_work import measure_uneven_work
 from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.step_selection import select_steps
-from fsdp_inspect.report.kernels_wording import render_kernels
+from fsdp_inspect.report.text import render_kernels
 from fsdp_inspect.trace.host_work import BOOLEAN_MASK, COLLECTION, COMPILATION, PRINTED
 from tests.conftest import Torchrun
 from tests.distributed.compute_script import CASES, NUM_STEPS

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fsdp_inspect
 from fsdp_inspect.importing.kineto import import_traces
-from fsdp_inspect.importing.operations import count_operations
+from fsdp_inspect.importing.kineto_events import count_operations
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.kernels import KernelKind

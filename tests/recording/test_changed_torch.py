@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect import open_run
+from fsdp_inspect import Recorder, open_run
 from fsdp_inspect.analysis.breakdown import StepPart
+from fsdp_inspect.disabled_recorder import DisabledRecorder
 from fsdp_inspect.trace.sharders import NO_UNITS
 from tests.cases import mark_slow
 
@@ -66,3 +67,10 @@ def check_recording(path: Path, world: int, sharder: str, *, is_lost: bool) -> N
     )
     if world > 1:
         assert found.communication_bytes > 0
+
+
+def test_the_stand_in_has_every_method_of_the_recorder() -> None:
+    stand_in = DisabledRecorder(enabled=False)
+    names = [name for name in dir(Recorder) if not name.startswith("_")]
+    assert [name for name in names if not hasattr(stand_in, name)] == []
+    stand_in.detail(steps=3)

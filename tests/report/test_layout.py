@@ -1,8 +1,8 @@
 import pytest
 from rich.console import Group
 
-from fsdp_inspect.analysis.exposed import Ahead
-from fsdp_inspect.report.layout import BAR_WIDTH, bar, new_table, owner_name, section, unit_name
+from fsdp_inspect.formatting import format_owner
+from fsdp_inspect.report.layout import BAR_WIDTH, bar, new_table, section, unit_name
 from tests.report.terminal_text import text_of
 
 
@@ -48,5 +48,4 @@ def test_units_are_named_the_root_and_what_has_none_too():
     ],
 )
 def test_communication_is_called_not_fsdps_only_where_that_is_known(fqn, is_fsdp, name):
-    owned = Ahead(fqn, is_fsdp, kind="all_reduce", dimension="other", end_ns=1)
-    assert owner_name(owned).plain == name
+    assert format_owner(fqn, is_fsdp, "other") == name

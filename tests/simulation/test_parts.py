@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from fsdp_inspect.simulation.parts import Course, FirstUse, change_of, rise_of, time_share_of
+from fsdp_inspect.simulation.memory import Course, FirstUse, change_of, rise_of, time_share_of
 
 ATTENTION, FEED_FORWARD = ("norm1", "wqkv", "wo"), ("norm2", "w1", "w2")
 FORWARD = Course(

@@ -112,32 +112,23 @@ class Alignment:
         return self.clocks[rank].clock.from_reference(times_ns)
 
 
-def align_clocks(
-    run: RunSource,
-    ranks: Collection[int] | None = None,
-    *,
-    steps: Collection[int] | None = None,
-) -> Alignment:
+def align_clocks(run: RunSource, ranks: Collection[int] | None = None) -> Alignment:
     """Align the clocks of some ranks with the clock of the first of them.
 
     Args:
         run: A recorded run.
         ranks: The ranks; default: all ranks that wrote data. Other ranks are read if they connect
             two machines.
-        steps: The steps whose collectives are used; default: a sample of the whole run. The
-            uncertainty holds within their time span.
 
     Returns:
         All of the ranks, each with a clock or a refusal. The uncertainties hold if clocks drift
         evenly.
     """
-    key = ("alignment", *(None if each is None else tuple(sorted(each)) for each in (ranks, steps)))
-    return remember(run, key, lambda: _align_clocks(run, ranks, steps))
+    key = ("alignment", None if ranks is None else tuple(sorted(ranks)))
+    return remember(run, key, lambda: _align_clocks(run, ranks))
 
 
-def _align_clocks(
-    run: RunSource, ranks: Collection[int] | None, steps: Collection[int] | None
-) -> Alignment:
+def _align_clocks(run: RunSource, ranks: Collection[int] | None) -> Alignment:
     records = {record.rank: record for record in run.ranks}
     selected = sorted(records if ranks is None else set(ranks) & set(records))
     if not selected:
@@ -147,7 +138,7 @@ def _align_clocks(
         return _placed(
             selected, records, machines, {machines[selected[0]]: ClockFit(LinearClock(), 0)}
         )
-    reader = SynchronisationReader(run, _choose_steps(run, steps))
+    reader = SynchronisationReader(run, _choose_steps(run))
     machines = reader.check(machines, _to_read(selected, machines, records))
     placing = _Placing(reader, machines, machines[selected[0]], _uncertainty_limit(run))
     placing.place({machines[rank] for rank in selected})
@@ -237,13 +228,11 @@ def _to_read(
     return sorted({*chosen.values(), selected[0]})
 
 
-def _choose_steps(run: RunSource, steps: Collection[int] | None) -> list[int] | None:
+def _choose_steps(run: RunSource) -> list[int] | None:
     """Return steps spread over the run, including the first and the last; None: all.
 
     In a long run, some of them follow one another, so that most row groups are not read.
     """
-    if steps is not None:
-        return sorted(steps)
     finished = select_steps(run).detailed
     if not finished:
         return None

@@ -10,16 +10,15 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
 from fsdp_inspect.analysis.correctness.samples import differ
+from fsdp_inspect.analysis.scalars import is_training_loss
 from fsdp_inspect.formatting import format_ranks, plural
 from fsdp_inspect.trace.sharders import DDP
 
 _NORM = re.compile(r"(grad|gradient)s?[_/. -]?norm|norm[_/. -](grad|gradient)|gnorm", re.IGNORECASE)
-_LOSS = re.compile(r"loss", re.IGNORECASE)
-_OTHER_LOSS = re.compile(r"val|test|eval", re.IGNORECASE)
 _OWN = re.compile(r"local|rank|shard", re.IGNORECASE)
 _LEAST_STEPS = 3
 _TOLERANCE = 0.01
@@ -31,7 +30,7 @@ _APART = 1e-4
 
 def check_logged(observed: Observed) -> Iterator[TrainingFault]:
     """Find a gradient norm of each rank's own part, and note a loss of one rank."""
-    by_name = _numbers_by_name(observed, _NORM)
+    by_name = _numbers_by_name(observed, _NORM.search)
     yield from _own_loss(observed)
     shared = {name: ranks for (name, _), ranks in by_name.items() if len(ranks) > 1}
     if not shared:
@@ -64,13 +63,13 @@ def check_logged(observed: Observed) -> Iterator[TrainingFault]:
 
 
 def _numbers_by_name(
-    observed: Observed, pattern: re.Pattern[str]
+    observed: Observed, matches: Callable[[str], object]
 ) -> dict[tuple[str, object], dict[int, dict[int, float]]]:
     """Logged numbers by name and part of the model, rank, and step."""
     found: dict[tuple[str, object], dict[int, dict[int, float]]] = {}
     for rank, record in observed.records.items():
         for code, name in enumerate(record.scalar_names):
-            if pattern.search(name) and not _OWN.search(name):
+            if matches(name) and not _OWN.search(name):
                 table = observed.run.scalars(rank)
                 rows = table.where(table.name == code)
                 values = dict(zip(rows.step.tolist(), rows.value.tolist(), strict=True))
@@ -80,8 +79,8 @@ def _numbers_by_name(
 
 def _own_loss(observed: Observed) -> Iterator[TrainingFault]:
     """Note a loss that one rank logs, and that is its own."""
-    for (name, _), by_rank in _numbers_by_name(observed, _LOSS).items():
-        if len(by_rank) > 1 or _OTHER_LOSS.search(name):
+    for (name, _), by_rank in _numbers_by_name(observed, is_training_loss).items():
+        if len(by_rank) > 1:
             continue
         [(rank, logged)] = by_rank.items()
         own = {each: seen.values.losses for each, seen in observed.seen.items()}

@@ -13,6 +13,7 @@ from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.analysis.provenance import measure_provenance
 from fsdp_inspect.analysis.step_selection import RankSteps, steps_by_rank, timed_rank
 from fsdp_inspect.analysis.step_times import ratio_of_overlap
+from fsdp_inspect.analysis.throughput import read_logged
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, StepPart
@@ -60,7 +61,6 @@ def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumber
         units: The units of the model.
     """
     inspected = member.inspected
-    data = rows_of(inspected.rows, kinds=[StepPart.DATA])
     trained = inspected.rows.where(inspected.rows.phase != Phase.EVALUATION)
     collectives = rows_of(trained, kinds=sorted(COLLECTIVES))
     gathers = rows_of(trained, kinds=[EventKind.ALL_GATHER])
@@ -71,7 +71,7 @@ def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumber
         step_time_ns=member.typical(member.step_time_ns),
         exposed_ns=member.typical(member.exposed_ns),
         communication_ns=member.typical(member.communication_ns),
-        data_ns=inspected.typical_per_step(data, "duration_ns"),
+        data_ns=inspected.typical(inspected.per_step(StepPart.DATA)),
         units=tuple(
             UnitNumbers(
                 name=_name(unit, is_unique=num_units[unit.fqn] == 1),
@@ -244,14 +244,6 @@ def _measure_live(live: LiveStatus, manifest: RunManifest) -> MonitoredRank:
 
 # --- The numbers of each new step of a live run, for experiment trackers.
 
-_LOGGED = {
-    "throughput(tps)": ("tokens_per_s", 1.0),
-    "tokens_per_s": ("tokens_per_s", 1.0),
-    "mfu(%)": ("mfu_ratio", 0.01),
-    "mfu": ("mfu_ratio", 1.0),
-}
-"""Numbers that the training loop may log: the name and the factor here."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
@@ -282,10 +274,10 @@ class StepRows:
         steps = [step for step in status.view.steps if step.step > self._last]
         for step in steps if is_last else steps[:-1]:
             self._last = step.step
-            yield StepRow(step.step, _values_of(step, status))
+            yield StepRow(step.step, _values_of(step, status, run.manifest.world_size))
 
 
-def _values_of(step: LiveStep, status: LiveStatus) -> dict[str, float]:
+def _values_of(step: LiveStep, status: LiveStatus, world_size: int) -> dict[str, float]:
     view = status.view
     values = {
         "step_time_s": step.step_time_ns / 1e9,
@@ -302,7 +294,7 @@ def _values_of(step: LiveStep, status: LiveStatus) -> dict[str, float]:
         if memory.reserved_bytes is not None:
             values["peak_reserved_bytes"] = float(memory.reserved_bytes)
     for scalar in view.scalars:
-        if scalar.name in _LOGGED and scalar.step <= step.step and math.isfinite(scalar.value):
-            name, factor = _LOGGED[scalar.name]
-            values[name] = scalar.value * factor
+        found = read_logged(scalar.name, scalar.value, world_size)
+        if found is not None and scalar.step <= step.step and math.isfinite(scalar.value):
+            values[found[0]] = found[1]
     return values

@@ -18,7 +18,7 @@ import numpy as np
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.reduction.memory_parts import samples_of
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable, MemoryTable
+from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable, MemoryTable, if_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def measure_allocator(run: RunSource, *, rank: int) -> AllocatorUse | None:
         return None
     top = samples.where(np.array([int(np.argmax(samples.allocated))]))
     allocated, reserved = int(top.allocated[0]), int(top.reserved[0])
-    active, highest = _known(int(top.active[0])), int(samples.peak_allocated.max())
+    active, highest = if_known(int(top.active[0])), int(samples.peak_allocated.max())
     is_between = highest > allocated
     if is_between:
         allocated, reserved = highest, max(reserved, int(samples.peak_reserved.max()))
@@ -97,12 +97,8 @@ def _devices(run: RunSource, rank: int) -> DeviceTable:
         return DeviceTable.empty()
 
 
-def _known(value: int) -> int | None:
-    return None if value == MISSING_INT else value
-
-
 def _split_at(samples: MemoryTable, top: MemoryTable) -> int | None:
-    at_top = _known(int(top.inactive_split[0]))
+    at_top = if_known(int(top.inactive_split[0]))
     if at_top is not None:
         return at_top
     counted = samples.inactive_split[samples.inactive_split != MISSING_INT]

@@ -15,17 +15,18 @@ from dataclasses import dataclass
 
 from fsdp_inspect.analysis.bandwidth import KindBandwidth, measure_bandwidth
 from fsdp_inspect.analysis.link_fit import LinkFit
+from fsdp_inspect.analysis.memory.fit import FitVerdict, judge_fit
 from fsdp_inspect.analysis.memory.peak import PeakMoment
 from fsdp_inspect.analysis.wait_causes import Cause
-from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.trace.codes import EventKind, MemoryCategory
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, ZERO3
 
 FITS_RATIO = 0.9
-"""The largest fraction of a device that a plan may use. The allocator and the backend need the
-rest."""
+"""The fraction of a device that tensors are certain to get. The allocator and the backend may need
+the rest."""
 BUCKET_BYTES = 25 << 20
 """DDP's default `bucket_cap_mb`."""
 FIRST_BUCKET_BYTES = 1 << 20
@@ -76,11 +77,11 @@ class WholeMemory:
         return None if state is None else state - math.ceil(state / self.num_ranks)
 
     @property
-    def fits(self) -> bool | None:
-        """Whether a rank fits its device without sharding; None: unknown."""
+    def verdict(self) -> FitVerdict:
+        """Whether a rank fits its device without sharding."""
         if self.total_bytes is None or self.device_bytes is None:
-            return None
-        return self.total_bytes <= FITS_RATIO * self.device_bytes
+            return FitVerdict.UNKNOWN
+        return judge_fit(self.total_bytes, self.total_bytes / FITS_RATIO, self.device_bytes)
 
     @property
     def sentence(self) -> str:
@@ -112,8 +113,14 @@ class WholeMemory:
                 f"{needs}. Whether it fits: cannot tell, because the memory of the device is "
                 "unknown."
             )
-        fits = "fits" if self.fits else "does not fit"
-        return f"{needs}, which {fits} into {format_bytes(self.device_bytes)}."
+        device = format_bytes(self.device_bytes)
+        if self.verdict is FitVerdict.UNKNOWN:
+            return (
+                f"{needs}. Whether it fits into {device}: cannot tell, because the allocator and "
+                f"the backend need up to {format_ratio(1 - FITS_RATIO)} of it."
+            )
+        fits = "fits" if self.verdict is FitVerdict.FITS else "does not fit"
+        return f"{needs}, which {fits} into {device}."
 
     def _of_replicated(self) -> str:
         if self.freed_bytes is None:

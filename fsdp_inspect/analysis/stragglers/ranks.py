@@ -46,7 +46,6 @@ from fsdp_inspect.analysis.step_selection import (
     RankSteps,
     TimedRanks,
     split_by_rank,
-    sum_per_step,
     timed_ranks,
     timed_summary,
 )
@@ -309,21 +308,21 @@ class Ranks(TableResult):
         return self.ranks
 
 
-def measure_ranks(run: RunSource, *, max_ranks: int = MAX_SAMPLED_RANKS) -> Ranks:
+def measure_ranks(run: RunSource) -> Ranks:
     """Compare the ranks of a run.
 
-    It reads the summary of all ranks, and the events of at most `max_ranks` ranks in
+    It reads the summary of all ranks, and the events of at most `MAX_SAMPLED_RANKS` ranks in
     `MAX_SAMPLED_STEPS` steps. These are the ranks that communicate least, because a straggler does
     not wait for other ranks, and other ranks spread evenly.
     """
-    return remember(run, ("ranks", max_ranks), partial(_measure_ranks, run, max_ranks))
+    return remember(run, "ranks", partial(_measure_ranks, run))
 
 
-def _measure_ranks(run: RunSource, max_ranks: int) -> Ranks:
+def _measure_ranks(run: RunSource) -> Ranks:
     timed, trust = timed_ranks(run), measure_trust(run)
     members = timed.members
     here = [record.rank for record in run.ranks]
-    sample = sample_ranks(timed.typical, here, max_ranks)
+    sample = sample_ranks(timed.typical, here, MAX_SAMPLED_RANKS)
     steps = common_steps([member for member in members if member.rank in sample])
     sampled_steps = spread(steps, MAX_SAMPLED_STEPS)
     alignment = align_clocks(run, sample)
@@ -377,7 +376,7 @@ def _message_waits(run: RunSource, members: Sequence[RankSteps]) -> dict[int, in
     """Return the exposed sends and receives in the typical step of each rank; empty without any."""
     sends = split_by_rank(timed_summary(run, kinds=[EventKind.POINT_TO_POINT]))
     return {
-        member.rank: member.typical(sum_per_step(rows.step, rows.exposed_ns, member.steps))
+        member.rank: member.typical_per_step(rows, "exposed_ns")
         for member in members
         if (rows := sends.get(member.rank)) is not None
     }

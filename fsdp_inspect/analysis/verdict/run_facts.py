@@ -45,7 +45,6 @@ from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SharderTraits, traits_of
-from fsdp_inspect.trace.tables import rows_of
 
 _SHARDED = frozenset({EventKind.ALL_GATHER.label, EventKind.REDUCE_SCATTER.label})
 _REDUCED = frozenset({EventKind.ALL_REDUCE.label})
@@ -67,7 +66,7 @@ def measure_step_costs(run: RunSource) -> StepCosts | None:
     if member is None:
         return None
     collection, recompute = (
-        member.typical_per_step(rows_of(member.rows, kinds=[kind]), "duration_ns")
+        member.typical(member.per_step(kind))
         for kind in (EventKind.GARBAGE_COLLECTION, EventKind.RECOMPUTE)
     )
     return StepCosts(collection, recompute)

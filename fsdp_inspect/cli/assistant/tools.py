@@ -422,18 +422,17 @@ class BoundedResult:
     """The parts that are shortened, each with its path and the number of items."""
 
 
-def limit_result(value: Any, *, part: str = "", most: int = MAX_CHARACTERS) -> BoundedResult:
+def limit_result(value: Any, *, part: str = "") -> BoundedResult:
     """Shorten lists, texts and deep tables until the value fits; numbers stay exact.
 
     Args:
         value: JSON values.
         part: The path of the value, which begins the paths of the parts left out.
-        most: The most characters as JSON.
     """
     for most_items, most_levels in _LIMITS:
         pruning = _Pruning(most_items, most_levels)
         pruned = pruning.prune(value, part, 0)
-        if len(json.dumps(pruned)) <= most:
+        if len(json.dumps(pruned)) <= MAX_CHARACTERS:
             return BoundedResult(pruned, pruning.named())
     # Thousands of keys at the top level: no result of `Run` has them.
     return BoundedResult(None, (f"{part or 'the whole result'} is too large",))

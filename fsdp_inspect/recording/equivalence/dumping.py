@@ -41,7 +41,7 @@ from torch.optim.optimizer import (
 
 from fsdp_inspect.recording.code_places import CodePlaces, find_calling_line
 from fsdp_inspect.recording.equivalence.unsharded import cast_parameters, leave_models_whole
-from fsdp_inspect.recording.tensors import local_part, tensors_in
+from fsdp_inspect.recording.tensors import local_part, local_values, tensors_in
 from fsdp_inspect.recording.torch_api import ddp, fsdp1, fsdp2
 from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
 from fsdp_inspect.recording.torch_api.modules import original_class, shard_offset
@@ -281,7 +281,7 @@ class _Dumper:
             for at, part in enumerate(self._parameters()):
                 self._save("parameters", at, part.values())
             for at, buffer in enumerate(self._buffers()):
-                self._save("buffers", at, _local(buffer))
+                self._save("buffers", at, local_values(buffer))
         else:
             self._take_parameters()
         self._share_random_states("step")
@@ -334,7 +334,7 @@ class _Dumper:
             path = self._other / "buffers" / f"{at}.npy"
             if path.exists():
                 values = torch.from_numpy(np.load(path, allow_pickle=False))
-                _local(buffer).copy_(values.reshape(_local(buffer).shape))
+                local_values(buffer).copy_(values.reshape(local_values(buffer).shape))
 
     def _sum_gradients_of(self, tensor: nn.Parameter) -> None:
         """Sum the gradients of all backwards in float32, as FSDP does after each reduction."""
@@ -556,12 +556,12 @@ class _Part(NamedTuple):
 
     def values(self) -> torch.Tensor:
         """This rank's values."""
-        return _local(self.tensor) if self.flat is None else self.flat[0][self.flat[1]]
+        return local_values(self.tensor) if self.flat is None else self.flat[0][self.flat[1]]
 
     def gradient(self) -> torch.Tensor | None:
         """This rank's gradient; None: there is none."""
         gradient = self.tensor.grad
-        return None if gradient is None else self.within_of(_local(gradient))
+        return None if gradient is None else self.within_of(local_values(gradient))
 
     def within_of(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """The part of a tensor of the unit that belongs to this parameter."""
@@ -602,10 +602,6 @@ def _offset(tensor: torch.Tensor) -> tuple[int, ...]:
     """The offset of this rank's part in the whole tensor."""
     found = shard_offset(tensor) if isinstance(tensor, DTensor) else ()
     return found or (0,) * tensor.ndim
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_part(tensor).detach()
 
 
 def _narrower(gradient: torch.Tensor) -> str:

@@ -3,7 +3,7 @@
 [Note: Where the recorder attaches to DDP]
 A unit is a bucket of the reducer. The reducer issues the all-reduce of a bucket from C++, in the
 order of the buckets, as soon as its gradients are ready. The recorder observes these calls in the
-dispatcher (see `all_reduce_kernel`). The future of a call shows its end.
+dispatcher (see `dispatcher_kernels`). The future of a call shows its end.
 
 The reducer waits for all buckets in a callback of autograd, after the last gradient. The recorder
 queues its own callback when it sees the first bucket, so that it runs right before, and then one
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_inspect.recording.all_reduce_kernel import Issue, observe_all_reduces
 from fsdp_inspect.recording.collectives import Communication, run_inside_collective
+from fsdp_inspect.recording.dispatcher_kernels import Issue, observe_all_reduces
 from fsdp_inspect.recording.journal import Completion, later_of
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.sharders.base import Sharder, wrap_model_forward

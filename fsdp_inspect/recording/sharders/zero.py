@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.units import UnitHandle
 
 HandleT = TypeVar("HandleT", bound="UnitHandle")
-_SUPPORTED = "0.19"
 
 
 class Zero(Sharder[HandleT]):

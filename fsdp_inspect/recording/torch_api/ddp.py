@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_inspect.recording.torch_api.bucket import WholeParameterBucket
+from fsdp_inspect.recording.torch_api.module_unit import WholeParameterBucket
 from fsdp_inspect.recording.torch_api.modules import enclosing_modules, strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
 

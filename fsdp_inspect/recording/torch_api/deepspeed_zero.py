@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_inspect.recording.torch_api.bucket import WholeParameterBucket
 from fsdp_inspect.recording.torch_api.dispatch import storage_key
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
 from fsdp_inspect.recording.torch_api.marks import stage_of
-from fsdp_inspect.recording.torch_api.module_unit import ModuleUnit
+from fsdp_inspect.recording.torch_api.module_unit import ModuleUnit, WholeParameterBucket
 from fsdp_inspect.recording.torch_api.modules import enclosing_modules, strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
 

@@ -1,7 +1,7 @@
 """Draw horizontal bars: stacked, grouped, diverging, or as intervals on a time axis."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report.charts.chart import (
@@ -134,8 +134,3 @@ def _draw_bar(bar: Bar, place: Callable[[float], float], lanes: int) -> str:
         f'<i class="{fill_class(bar.look)}" style="--c:{bar.look.colour};left:{percent(left)}%;'
         f'width:{percent(right - left)}%{lane}" title="{text(bar.tip)}">{inside}</i>'
     )
-
-
-def in_lane(bars: Iterable[Bar], lane: int) -> tuple[Bar, ...]:
-    """The same bars in another lane."""
-    return tuple(replace(bar, lane=lane) for bar in bars)

@@ -26,7 +26,7 @@ from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.prefetch import GATHERS
 from fsdp_inspect.analysis.rank_waits import RankWaits, measure_rank_waits
 from fsdp_inspect.analysis.run_heading import describe_sharding
-from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
+from fsdp_inspect.analysis.scalars import ScalarSeries, find_loss, measure_scalars
 from fsdp_inspect.analysis.step_times import StepTimes, measure_step_times
 from fsdp_inspect.analysis.stragglers.ranks import Ranks, measure_ranks
 from fsdp_inspect.analysis.summary import Summary, measure_summary
@@ -40,6 +40,7 @@ from fsdp_inspect.comparison.noise import (
 )
 from fsdp_inspect.comparison.sides import form_sides
 from fsdp_inspect.diagnosis.diagnose import diagnose
+from fsdp_inspect.formatting import format_setting
 from fsdp_inspect.metrics import Better, define_metric, find_metric
 from fsdp_inspect.report import palette, wording
 from fsdp_inspect.report.charts.chart import Chart, read_style
@@ -233,7 +234,7 @@ def _environment() -> Environment:
         "definition": _define,
         "cell": _cell,
         "change": lambda ratio: formatting.format_signed(ratio).replace("-", "−"),
-        "setting": _setting,
+        "setting": format_setting,
     }
     environment.globals |= {
         "version": __version__,
@@ -288,13 +289,6 @@ def _one_line(text: object) -> str:
     return "".join(character if character.isprintable() else " " for character in str(text))
 
 
-def _setting(value: object) -> str:
-    """Format a setting as configuration files do."""
-    if value is None:
-        return "(not set)"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _tendency(name: str, judgement: Judgement) -> str:
     """`better` or `worse` for a change beyond noise of a metric with a direction."""
     better = find_metric(name).better
@@ -336,7 +330,7 @@ class _DescribedChart:
 
 def _charts(contents: RunContents) -> dict[str, _DescribedChart | None]:
     times, over_steps = contents.times, contents.summary.memory.over_steps
-    loss = next((one for one in contents.scalars if one.name == "loss"), None)
+    loss = find_loss(contents.scalars)
     warmup = times.selection.warmup
     return {
         "step_time": _described(

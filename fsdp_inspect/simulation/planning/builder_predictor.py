@@ -1,4 +1,4 @@
-"""Predict the settings of a builder of the user's own, each from a forecast.
+"""Predict the settings of a builder, each from a forecast: the fastest that fit, and the fits.
 
 The first forecasts have one and two sequences for each checkpointing, and the other keywords at
 their least memory. Operations grow with the batch. The peak is the largest of many moments, and the
@@ -7,22 +7,31 @@ larger ones. The search forecasts each candidate that the bounds do not reject.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp_inspect.analysis.memory.fit import (
+    Allowance,
+    DeviceOverhead,
+    FitVerdict,
+    judge_fit,
+)
+from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory_overview
+from fsdp_inspect.emulation.allocator.settings import DEFAULT_SETTINGS, AllocatorSettings
 from fsdp_inspect.error_text import shorten
-from fsdp_inspect.errors import ConfigError, ForecastError
-from fsdp_inspect.simulation.planning.bounds import Bounds
+from fsdp_inspect.errors import ConfigError, ForecastError, FsdpInspectError
 from fsdp_inspect.simulation.planning.candidates import (
     KNOBS,
+    REMEDIES,
     BuilderCandidate,
     list_builder_candidates,
 )
-from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
+from fsdp_inspect.simulation.planning.estimates import PlannedValue
+from fsdp_inspect.simulation.planning.forecast_step import ForecastRow, ForecastStep, row_of
 from fsdp_inspect.simulation.planning.machines import PlannedMachine
 from fsdp_inspect.simulation.planning.prediction import (
     FORECAST_RATIO,
-    FitVerdict,
+    Bounds,
     PlannedMemory,
     PlanPrediction,
     Training,
@@ -38,6 +47,7 @@ from fsdp_inspect.simulation.planning.search import (
     search,
 )
 from fsdp_inspect.simulation.planning.workload import WHOLE_ENDS, WHOLE_RATIO, Speed
+from fsdp_inspect.trace.run import RunSource
 
 MakeForecast = Callable[[int, Mapping[str, Any]], ForecastStep]
 """Makes the forecast of a number of GPUs with changed keywords; raises `ForecastError`."""
@@ -305,3 +315,248 @@ def _find_shortfall(
         size *= 2
     fits = memory.verdict is FitVerdict.FITS
     return Shortfall(memory.device.high if fits else None, gpus)
+
+
+# --- Find the fewest ranks, the largest batch, and the changes that fit: `plan memory --fit`.
+#
+# Every result is a real forecast. Interpolation only chooses the next forecast. As in a plan, a
+# forecast fits if the high end of its need is within the memory.
+
+WORLD_SIZES: tuple[int, ...] = tuple(1 << power for power in range(13))
+"""1 to 4096: the world sizes in the search for the fewest ranks."""
+MOST_SEQUENCES = 4096
+"""Upper limit of the search for the largest batch."""
+Need = Callable[[int, Mapping[str, Any]], PlannedValue]
+"""Returns the memory that a device needs for a world size and changed settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittingChange:
+    """A change of settings and its forecast."""
+
+    settings: Mapping[str, Any]
+    peak_bytes: int | None
+    """The need of a device; None: the forecast failed."""
+    fits: bool
+    """Whether it is certain to fit."""
+    problem: str | None
+    """The reason why the forecast failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The configurations that fit into a device's memory."""
+
+    limit_bytes: int
+    world_size: int
+    """World size of the batch and of the remedies."""
+    peak_bytes: int
+    """Need of a device with the given configuration on `world_size` ranks."""
+    low_bytes: int
+    high_bytes: int
+    """The interval of this need."""
+    verdict: FitVerdict
+    fits: bool
+    """Whether the given configuration is certain to fit."""
+    smallest_world_size: int | None
+    """Smallest of `WORLD_SIZES` on which the given configuration is certain to fit; 0: none; None:
+    unknown."""
+    largest_batch_size: int | None
+    """Largest batch per rank that is certain to fit on `world_size` ranks; 0: none; None: unknown.
+    """
+    remedies: tuple[FittingChange, ...]
+    """Remedies, tried in order until one is certain to fit; empty if the given configuration is."""
+    unknown: tuple[str, ...]
+    """Unknown results, one sentence each, with the reason and a remedy."""
+
+
+def find_fit(
+    need: Need, limit_bytes: int, *, world_size: int, accepted: Sequence[str] | None
+) -> Fit:
+    """Make forecasts until the configurations that fit are known.
+
+    Args:
+        need: Makes a forecast.
+        limit_bytes: Memory of the device.
+        world_size: World size of the batch and of the remedies.
+        accepted: The settings that can be changed; None: all.
+
+    Raises:
+        FsdpInspectError: The forecast of the given configuration fails.
+    """
+    given = need(world_size, {})
+    search = _Search(need, limit_bytes, world_size, accepted)
+    return Fit(
+        limit_bytes=limit_bytes,
+        world_size=world_size,
+        peak_bytes=round(given.value),
+        low_bytes=round(given.low),
+        high_bytes=round(given.high),
+        verdict=judge_fit(given.low, given.high, limit_bytes),
+        fits=search.fits,
+        smallest_world_size=search.smallest_world_size(),
+        largest_batch_size=search.largest_batch(),
+        remedies=() if search.fits else search.remedies(),
+        unknown=tuple(search.unknown),
+    )
+
+
+class _Search:
+    """The three searches. If a forecast fails, only the result of its own search is unknown."""
+
+    def __init__(
+        self, need: Need, limit: int, world_size: int, accepted: Sequence[str] | None
+    ) -> None:
+        self._need = need
+        self._limit = limit
+        self._world_size = world_size
+        self._accepted = accepted
+        self.fits = self._most(world_size, {}) <= limit
+        self.unknown: list[str] = []
+
+    def _most(self, world_size: int, settings: Mapping[str, Any]) -> float:
+        """The high end of the need."""
+        return self._need(world_size, settings).high
+
+    def smallest_world_size(self) -> int | None:
+        """Find the smallest world size that fits, by bisection: memory falls with more ranks."""
+        known, fits = self._world_size, self.fits
+        candidates = [size for size in WORLD_SIZES if (size < known if fits else size > known)]
+        low, high = 0, len(candidates)
+        try:
+            while low < high:
+                middle = (low + high) // 2
+                if self._most(candidates[middle], {}) <= self._limit:
+                    high = middle
+                else:
+                    low = middle + 1
+        except FsdpInspectError as error:
+            self.unknown.append(
+                f"The fewest ranks are unknown: the forecast for {candidates[middle]} ranks "
+                f"failed. {error}"
+            )
+            return None
+        if low < len(candidates):
+            return candidates[low]
+        return known if fits else 0
+
+    def largest_batch(self) -> int | None:
+        """Find the largest batch that fits. A line through two forecasts gives the next guess."""
+        if not self._can_set({"batch_size": 1}):
+            self.unknown.append(
+                "The largest batch is unknown: the builder has no keyword batch_size. Add it to "
+                "the function."
+            )
+            return None
+        try:
+            return self._search_batch()
+        except FsdpInspectError as error:
+            self.unknown.append(f"The largest batch is unknown. {error}")
+            return None
+
+    def _search_batch(self) -> int:
+        def most_with(batch_size: int) -> float:
+            return self._most(self._world_size, {"batch_size": batch_size})
+
+        held = {1: most_with(1)}
+        if held[1] > self._limit:
+            return 0
+        held[2] = most_with(2)
+        while True:
+            low = max(size for size in held if held[size] <= self._limit)
+            high = min(
+                (size for size in held if held[size] > self._limit), default=MOST_SEQUENCES + 1
+            )
+            if high - low <= 1:
+                return low
+            guess = _line(held, self._limit)
+            # If the guess is known to fit, try the next size, but stay inside the open interval.
+            size = min(max(guess if guess > low else guess + 1, low + 1), high - 1)
+            held[size] = most_with(size)
+
+    def remedies(self) -> tuple[FittingChange, ...]:
+        """Try the remedies by cost until one fits."""
+        tried: list[FittingChange] = []
+        for settings in filter(self._can_set, REMEDIES):
+            try:
+                found = self._need(self._world_size, settings)
+            except FsdpInspectError as error:
+                tried.append(FittingChange(settings, None, fits=False, problem=str(error)))
+                continue
+            fits = found.high <= self._limit
+            tried.append(FittingChange(settings, round(found.value), fits=fits, problem=None))
+            if tried[-1].fits:
+                break
+        if not tried:
+            names = sorted({name for settings in REMEDIES for name in settings})
+            self.unknown.append(
+                f"No change was tried: the builder has none of the keywords {', '.join(names)}. "
+                "Expected at least one of them. Add it to the function."
+            )
+        return tuple(tried)
+
+    def _can_set(self, settings: Mapping[str, Any]) -> bool:
+        return self._accepted is None or all(name in self._accepted for name in settings)
+
+
+def _line(held: Mapping[int, float], limit: int) -> int:
+    """Return where the line through the largest two batches reaches the limit."""
+    first, second = sorted(held)[-2:]
+    slope = (held[second] - held[first]) / (second - first)
+    return MOST_SEQUENCES if slope <= 0 else int(first + (limit - held[first]) / slope)
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastTable:
+    """Forecasts of one model under one plan."""
+
+    name: str
+    source: str
+    """Always `predicted`."""
+    num_parameters: int
+    torch_version: str
+    rows: tuple[ForecastRow, ...]
+    """One row for each world size, in the given order."""
+    allowance_bytes: int | None
+    """Device memory that is added because a forecast leaves it out; None: neither given nor
+    measured."""
+    allowance: DeviceOverhead | Allowance | None
+    """The measurement or the estimate of `allowance_bytes`; None: the value was given, or there is
+    none."""
+    fit: Fit | None
+    """The configurations that fit; None: no memory limit was given."""
+    memory: MemoryOverview
+    """The complete memory analysis of the first world size."""
+    notes: tuple[str, ...]
+
+
+def collect_forecasts(
+    runs: Sequence[RunSource],
+    *,
+    settings: AllocatorSettings = DEFAULT_SETTINGS,
+    allowance_bytes: int | None = None,
+    allowance: DeviceOverhead | Allowance | None = None,
+    fit: Fit | None = None,
+) -> ForecastTable:
+    """Collect forecasts of one model.
+
+    Args:
+        runs: One forecast for each world size, at least one.
+        settings: The settings of the caching allocator.
+        allowance_bytes: Device memory to add, because forecasts leave it out.
+        allowance: The measurement or the estimate of `allowance_bytes`, for the first run.
+        fit: The configurations that fit into a device's memory.
+    """
+    first = runs[0].manifest
+    return ForecastTable(
+        name=first.name,
+        source=first.source,
+        num_parameters=first.model.num_parameters,
+        torch_version=first.versions.get("torch", ""),
+        rows=tuple(row_of(run, settings) for run in runs),
+        allowance_bytes=allowance_bytes,
+        allowance=allowance,
+        fit=fit,
+        memory=measure_memory_overview(runs[0]),
+        notes=tuple(runs[0].notes),
+    )

@@ -129,8 +129,8 @@ class Job:
         return ranks * candidate.batch_size * candidate.microbatches * self.seq_len
 
 
-def read_candidate(given: Mapping[str, Any], base: Candidate | None = None) -> Candidate:
-    """A candidate with the given settings; the others are those of `base`, or the defaults.
+def read_candidate(given: Mapping[str, Any]) -> Candidate:
+    """A candidate with the given settings; the others are the defaults.
 
     Raises:
         ConfigError: A setting is unknown or has an invalid value.
@@ -143,7 +143,7 @@ def read_candidate(given: Mapping[str, Any], base: Candidate | None = None) -> C
                 f"Expected one of {', '.join(hints)}. Correct --set."
             )
         _check_value(name, value, hints[name])
-    candidate = replace(base or Candidate(), **given)
+    candidate = replace(Candidate(), **given)
     if candidate.is_quantized and not candidate.adapter_rank:
         raise ConfigError(
             "Invalid --set is_quantized=true: parameters of 4 bits cannot be trained. Expected "
@@ -293,6 +293,15 @@ KNOBS: Mapping[str, tuple[Any, ...]] = {
     "offload": ("cpu", "none"),
 }
 """The keywords that a plan varies, each with its values from the least memory to the most."""
+REMEDIES: tuple[Mapping[str, Any], ...] = (
+    {"reshard_after_forward": "true"},
+    {"checkpointing": "selective"},
+    {"checkpointing": "full"},
+    {"checkpointing": "full", "reshard_after_forward": "true", "wrap": "block"},
+    {"checkpointing": "full", "batch_size": 1},
+    {"checkpointing": "full", "batch_size": 1, "offload": "cpu"},
+)
+"""Changes to try if a step does not fit, sorted by their cost in step time."""
 AS_BUILT = "as built"
 """A setting that the builder has no keyword for."""
 

@@ -9,7 +9,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.analysis.forecasts import row_of
+from fsdp_inspect.analysis.memory.fit import Allowance, default_allowance
+from fsdp_inspect.analysis.memory.peak import CategoryBytes, measure_memory
+from fsdp_inspect.analysis.memory.reserved import ReservedPrediction, predict_reserved
+from fsdp_inspect.emulation.allocator.settings import DEFAULT_SETTINGS, AllocatorSettings
 from fsdp_inspect.errors import ForecastError
 from fsdp_inspect.hardware import LAUNCH_NS
 from fsdp_inspect.simulation.planning.workload import (
@@ -24,13 +27,84 @@ from fsdp_inspect.simulation.recorded import Execution, simulate_step
 from fsdp_inspect.simulation.workload import Piece, UnitWork, Workload, passes_of, tape_of
 from fsdp_inspect.trace.codes import Phase
 from fsdp_inspect.trace.plan import Accumulation, Plan
-from fsdp_inspect.trace.run import ProcessGroup, RunManifest, RunSource, Unit
+from fsdp_inspect.trace.run import HostMemory, ProcessGroup, RunManifest, RunSource, Unit
 
 _MASTER = 4
 _WIDE = 4
 """Bytes of an element from which an operation runs at the rate of float32."""
 _OFFLOADED_COPIES = 4
 """Parameters, gradients and AdamW's two states, in the dtype of the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastRow:
+    """The forecast for one world size."""
+
+    world_size: int
+    peak_bytes: int
+    """Bytes of storages at the peak of rank 0."""
+    resting_bytes: int
+    """Allocated bytes at the end of the step."""
+    phase: str
+    """Phase of the peak."""
+    phases: dict[str, int]
+    """Peak of each phase, in the order of the step."""
+    fqn: str | None
+    """Innermost unit at the peak; None: outside all units."""
+    categories: tuple[CategoryBytes, ...]
+    """Categories at the peak, largest first."""
+    reserved: ReservedPrediction | None = None
+    """What CUDA's caching allocator reserves, predicted; None: on CPU, or without a history."""
+    host: HostMemory | None = None
+    """The memory of rank 0 on the host; None: on CPU, or a forecast of an earlier version."""
+
+
+def allowance_of(row: ForecastRow) -> Allowance:
+    """The estimate of the device memory that a forecast leaves out."""
+    reserved = None if row.reserved is None else row.reserved.peak_reserved_bytes
+    return default_allowance(
+        row.peak_bytes, world_size=row.world_size, peak_reserved_bytes=reserved
+    )
+
+
+def row_of(
+    run: RunSource,
+    settings: AllocatorSettings | None = DEFAULT_SETTINGS,
+    *,
+    compares_expandable: bool = True,
+) -> ForecastRow:
+    """The row of one forecast.
+
+    Args:
+        run: The forecast.
+        settings: The settings of the caching allocator; None: reserved memory is not predicted.
+        compares_expandable: Also predict reserved memory with expandable segments.
+
+    Raises:
+        ForecastError: The run is not a forecast.
+    """
+    memory = measure_memory(run)
+    peak = memory.peak
+    if peak is None or memory.peak_allocated_bytes is None:
+        raise ForecastError(
+            f"Run {run.manifest.run_id!r} is not a forecast: its memory is missing. Expected a "
+            "folder that `fsdp-inspect plan memory` wrote. Make the forecast again."
+        )
+    return ForecastRow(
+        world_size=run.manifest.world_size,
+        peak_bytes=memory.peak_allocated_bytes,
+        resting_bytes=memory.ranks[0].resting_bytes or 0,
+        phase=peak.phase,
+        phases={moment.phase: moment.bytes for moment in memory.phases},
+        fqn=peak.fqn,
+        categories=peak.categories,
+        reserved=None
+        if settings is None or run.manifest.device_type == "cpu"
+        else predict_reserved(
+            run, rank=0, settings=settings, compares_expandable=compares_expandable
+        ),
+        host=run.manifest.host_memory,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +309,19 @@ class ForecastStep:
         ]
 
 
-def read_forecast(run: RunSource) -> ForecastStep:
-    """Read the forecast of a CUDA device.
+def read_forecast(
+    run: RunSource, settings: AllocatorSettings | None = DEFAULT_SETTINGS
+) -> ForecastStep:
+    """Read a forecast.
+
+    Args:
+        run: The forecast.
+        settings: The settings of the caching allocator; None: reserved memory is not predicted.
 
     Raises:
         ForecastError: The run is not a forecast.
     """
-    row = row_of(run, compares_expandable=False)
+    row = row_of(run, settings, compares_expandable=False)
     reserved = None if row.reserved is None else row.reserved.peak_reserved_bytes
     return ForecastStep(run.manifest, row.peak_bytes, reserved)
 

@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import lru_cache
 from math import exp
 
-from fsdp_inspect.analysis.forecasts import RESERVED_RATIO, default_allowance
+from fsdp_inspect.analysis.memory.fit import (
+    RESERVED_RATIO,
+    FitVerdict,
+    default_allowance,
+    judge_fit,
+)
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.hardware import RESIDUALS
 from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job, Loss
@@ -48,18 +52,6 @@ _LOW_POWER = 0.6
 """Average power as a fraction of the GPU's limit: the low end."""
 _NS = 1e9
 _DAY_S = 86_400
-
-
-class FitVerdict(StrEnum):
-    """Whether a plan fits the memory of its devices and hosts."""
-
-    FITS = "fits"
-    """The whole interval is within the budget."""
-    UNKNOWN = "cannot tell"
-    """The budget is inside the interval."""
-    DEVICE = "exceeds device memory"
-    """The whole interval is above the budget."""
-    HOST = "exceeds host memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +268,28 @@ def judge_forecast(machine: PlannedMachine, step: ForecastStep) -> PlannedMemory
     """Take the memory of a forecast, and judge device and host."""
     gpus, per_node = step.manifest.world_size, machine.speed.links.gpus_per_node
     allocated = _forecast_estimate(step.peak_allocated_bytes)
-    if step.peak_reserved_bytes is None:
-        parts = RESERVED_RATIO * allocated.value
-        reserved = reserved_of(allocated, UnreusedBytes(parts, _SPLIT_RATIO * parts))
-    else:
-        reserved = reserved_of_forecast(allocated, step.peak_reserved_bytes)
     host = _host(gpus, per_node, step.host_bytes(min(per_node, gpus)))
-    return _judge_all(gpus, machine, allocated, reserved, host)
+    return _judge_all(gpus, machine, allocated, _reserved_of_step(step, allocated), host)
+
+
+def predict_device_need(step: ForecastStep, overhead_bytes: int | None = None) -> PlannedValue:
+    """The memory that a device needs for a forecast.
+
+    Args:
+        step: The forecast.
+        overhead_bytes: Memory beyond the forecast's storages; None: estimated.
+    """
+    allocated = _forecast_estimate(step.peak_allocated_bytes)
+    if overhead_bytes is not None:
+        return allocated.map(lambda value: value + overhead_bytes)
+    return _with_libraries(_reserved_of_step(step, allocated), step.manifest.world_size)
+
+
+def _reserved_of_step(step: ForecastStep, allocated: PlannedValue) -> PlannedValue:
+    if step.peak_reserved_bytes is not None:
+        return reserved_of_forecast(allocated, step.peak_reserved_bytes)
+    parts = RESERVED_RATIO * allocated.value
+    return reserved_of(allocated, UnreusedBytes(parts, _SPLIT_RATIO * parts))
 
 
 def _forecast_estimate(peak_bytes: int) -> PlannedValue:
@@ -302,38 +309,44 @@ def _judge_all(
     reserved: PlannedValue,
     host: PlannedValue,
 ) -> PlannedMemory:
+    device = _with_libraries(reserved, gpus)
+    verdict, reason = _judge(machine, device, host)
+    return PlannedMemory(allocated, reserved, device, host, verdict, reason)
+
+
+def _with_libraries(reserved: PlannedValue, gpus: int) -> PlannedValue:
     outside = default_allowance(0, world_size=gpus).bytes
     low, high = (ratio * outside for ratio in _OUTSIDE_RATIO)
-    device = PlannedValue(
+    return PlannedValue(
         reserved.value + outside,
         reserved.low + low,
         reserved.high + high,
         reserved.origin,
         f"{reserved.assumption} The CUDA context and libraries use {outside / 2**30:.2f} GiB.",
     )
-    verdict, reason = _judge(machine, device, host)
-    return PlannedMemory(allocated, reserved, device, host, verdict, reason)
 
 
 def _judge(
     machine: PlannedMachine, device: PlannedValue, host: PlannedValue
 ) -> tuple[FitVerdict, str]:
-    for what, estimate, limit, verdict in (
-        ("A device", device, machine.memory_bytes, FitVerdict.DEVICE),
-        ("A host", host, machine.host_bytes, FitVerdict.HOST),
-    ):
-        if limit is not None and estimate.low > limit:
+    limited = [
+        (what, need, limit, verdict, judge_fit(need.low, need.high, limit))
+        for what, need, limit, verdict in (
+            ("A device", device, machine.memory_bytes, FitVerdict.DEVICE),
+            ("A host", host, machine.host_bytes, FitVerdict.HOST),
+        )
+        if limit is not None
+    ]
+    for what, need, limit, verdict, found in limited:
+        if found is FitVerdict.DEVICE:
             return (
                 verdict,
-                f"{what} needs at least {format_bytes(estimate.low)} of {format_bytes(limit)}.",
+                f"{what} needs at least {format_bytes(need.low)} of {format_bytes(limit)}.",
             )
-    for what, estimate, limit in (
-        ("A device", device, machine.memory_bytes),
-        ("A host", host, machine.host_bytes),
-    ):
-        if limit is not None and estimate.high > limit:
-            return FitVerdict.UNKNOWN, (
-                f"{what} needs {format_bytes(estimate.low)} to {format_bytes(estimate.high)}, and "
+    for what, need, limit, _, found in limited:
+        if found is FitVerdict.UNKNOWN:
+            return found, (
+                f"{what} needs {format_bytes(need.low)} to {format_bytes(need.high)}, and "
                 f"the budget of {format_bytes(limit)} is inside this interval."
             )
     return FitVerdict.FITS, f"A device needs at most {format_bytes(device.high)}."
@@ -428,4 +441,79 @@ def _energy(hours: PlannedValue, machine: PlannedMachine) -> PlannedValue:
         ValueOrigin.DATASHEET,
         f"Each GPU draws its limit of {gpu.power_w:.0f} W. Low: 60% of it. High: the system's "
         f"{gpu.system_power_w:.0f} W for each GPU. Cooling of the building is not counted.",
+    )
+
+
+# --- Bound the time and the memory of a candidate from below, without a simulation.
+#
+# All sums grow linearly with the number of blocks. So two short models give the sums of a long one.
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Lower bounds of a candidate."""
+
+    ns_per_token: float
+    """All compute, or all messages of the shard group, and the optimizer."""
+    allocated_bytes: float
+    """States, all kept activations, and the largest unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Sums over a microbatch; all but `largest` are linear in the number of blocks."""
+
+    compute_ns: float
+    messages_ns: float
+    optimizer_ns: float
+    bytes: float
+    largest: float
+
+    def extend(self, other: "_Sums", times: float) -> "_Sums":
+        """The sums with the difference to another model added a number of times."""
+
+        def grow(own: float, more: float) -> float:
+            return own + times * (more - own)
+
+        return _Sums(
+            compute_ns=grow(self.compute_ns, other.compute_ns),
+            messages_ns=grow(self.messages_ns, other.messages_ns),
+            optimizer_ns=grow(self.optimizer_ns, other.optimizer_ns),
+            bytes=grow(self.bytes, other.bytes),
+            largest=self.largest,
+        )
+
+
+def bound(job: Job, candidate: Candidate, speed: Speed) -> Bounds:
+    """The lower bounds of a candidate."""
+    size, layers = candidate.blocks_per_unit, job.model.num_layers
+    if layers <= 2 * size:
+        sums = _sums(job, candidate, speed, layers)
+    else:
+        short = _sums(job, candidate, speed, size)
+        sums = short.extend(_sums(job, candidate, speed, 2 * size), times=(layers - size) // size)
+    count = candidate.microbatches
+    step_ns = count * max(sums.compute_ns, sums.messages_ns) + sums.optimizer_ns
+    return Bounds(step_ns / job.tokens_of_step(candidate), sums.bytes + sums.largest)
+
+
+def _sums(job: Job, candidate: Candidate, speed: Speed, num_layers: int) -> _Sums:
+    short = replace(job, model=replace(job.model, num_layers=num_layers))
+    work = build_workload(short, replace(candidate, microbatches=1), speed)
+    assert work.memory is not None
+    compute = sum(
+        piece.forward_ns + piece.backward_ns + piece.recompute_ns for piece in work.pieces
+    )
+    copies = sum(unit.copy_out_ns + unit.reduce_copy_in_ns for unit in work.units)
+    messages = sum(
+        unit.gather_ns * (2 if policy.reshard_after_forward else 1) + unit.reduce_ns
+        for unit, policy in zip(work.units, work.policies, strict=True)
+    )
+    kept = sum(piece.kept for piece in work.memory.pieces)
+    return _Sums(
+        compute + copies,
+        messages,
+        work.after_ns,
+        work.memory.resting + kept,
+        max(unit.unsharded for unit in work.memory.units),
     )

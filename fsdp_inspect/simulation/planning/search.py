@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from fsdp_inspect.analysis.memory.fit import FitVerdict
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.hardware import ATTENTION, Gpu
 from fsdp_inspect.results import Result, to_plain
-from fsdp_inspect.simulation.planning.bounds import Bounds, bound
 from fsdp_inspect.simulation.planning.candidates import (
     BATCH_SIZES,
     BuilderCandidate,
@@ -34,9 +34,10 @@ from fsdp_inspect.simulation.planning.candidates import (
 from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
 from fsdp_inspect.simulation.planning.machines import PlannedMachine
 from fsdp_inspect.simulation.planning.prediction import (
-    FitVerdict,
+    Bounds,
     PlannedMemory,
     PlanPrediction,
+    bound,
     formula_ratios,
     judge_forecast,
     predict,

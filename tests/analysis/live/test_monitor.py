@@ -3,8 +3,15 @@
 import numpy as np
 
 from fsdp_inspect.analysis.live.feed import LiveState
-from fsdp_inspect.analysis.live.monitor import MOST_RANKS, Monitor, choose_ranks, monitor_run
+from fsdp_inspect.analysis.live.monitor import (
+    MOST_RANKS,
+    Monitor,
+    StepRows,
+    choose_ranks,
+    monitor_run,
+)
 from fsdp_inspect.analysis.live.view import TYPICAL_STEPS, LiveRank
+from fsdp_inspect.analysis.throughput import measure_throughput
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
@@ -28,6 +35,23 @@ def test_a_run_says_live_what_it_says_when_it_is_over(tmp_path):
         assert then.numbers == now.numbers
         assert (then.step_method, then.gather_method) == (now.step_method, now.gather_method)
     assert live.ranks[0].numbers.num_steps == 4
+
+
+def test_trackers_get_the_tokens_of_all_ranks_as_the_summary_does(tmp_path):
+    path = tmp_path / "run"
+    create_run(path, make_manifest(warmup_steps=0, memory_steps=[]))
+    writer = write_steps(path, 0, num_steps=3, scalar_names=["throughput(tps)", "mfu(%)"])
+    for name, value in enumerate((300.0, 40.0)):
+        row = {"step": 1, "name": name, "time_ns": 0, "value": value}
+        writer.scalars.append(tuple(row[column] for column in ScalarTable.DTYPES))
+    writer.flush()
+    run = open_run(path)
+    last = list(StepRows(run).read_new(run, is_last=True))[-1]
+    writer.close(RunStatus.COMPLETE)
+
+    assert (last.values["tokens_per_s"], last.values["mfu_ratio"]) == (600, 0.4)
+    summed = measure_throughput(open_run(path))
+    assert (summed.tokens_per_s, summed.mfu_ratio) == (600, 0.4)
 
 
 def test_live_numbers_are_of_the_last_steps_and_never_of_memory_steps():

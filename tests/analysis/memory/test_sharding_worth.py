@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fsdp_inspect.analysis.memory.fit import FitVerdict
 from fsdp_inspect.analysis.memory.peak import CategoryBytes, PeakMoment
 from fsdp_inspect.analysis.memory.sharding_worth import (
     ReplicationSaving,
@@ -64,8 +65,11 @@ def test_a_sharded_run_needs_the_parts_of_all_ranks_on_each_rank(run):
 
 def test_it_fits_a_device_that_is_a_ninth_larger(run):
     needs = whole(run).total_bytes
-    assert whole(run, device_bytes=int(needs / 0.9) + 1).fits is True
-    assert whole(run, device_bytes=needs).fits is False
+    assert whole(run, device_bytes=int(needs / 0.9) + 1).verdict is FitVerdict.FITS
+    between, below = whole(run, device_bytes=needs), whole(run, device_bytes=needs - 1)
+    assert between.verdict is FitVerdict.UNKNOWN
+    assert "cannot tell, because the allocator and the backend need up to 10%" in between.sentence
+    assert below.verdict is FitVerdict.DEVICE
 
 
 def test_what_is_unknown_is_said(run):

@@ -11,8 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_inspect.recording.all_reduce_kernel import OPERATOR, observe_all_reduces
-from fsdp_inspect.recording.dispatcher_kernels import observe
+from fsdp_inspect.recording.dispatcher_kernels import OPERATOR, observe, observe_all_reduces
 from fsdp_inspect.recording.torch_api.ddp import find_buckets, has_final_buckets
 from fsdp_inspect.recording.torch_api.fsdp1 import HOOKED_FUNCTIONS, find_flat_handles
 

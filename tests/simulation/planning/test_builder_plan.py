@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from fsdp_inspect import forecast_memory
+from fsdp_inspect.analysis.memory.fit import FitVerdict
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.simulation.planning.builder_predictor import BuilderPredictor, make_builder_plan
 from fsdp_inspect.simulation.planning.candidates import list_builder_candidates
 from fsdp_inspect.simulation.planning.forecast_step import ForecastStep, read_forecast
 from fsdp_inspect.simulation.planning.machines import make_machine
-from fsdp_inspect.simulation.planning.prediction import FitVerdict
 from fsdp_inspect.store.reader import open_run
 from tests.simulation.planning.gpt_builder import DIM, HEADS, LAYERS, VOCABULARY, build
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fsdp_inspect import forecast_memory
-from fsdp_inspect.analysis.forecasts import peak_of
 from fsdp_inspect.simulation.planning.candidates import Candidate
+from fsdp_inspect.simulation.planning.forecast_step import row_of
 from fsdp_inspect.simulation.planning.workload import build_workload, plan_of
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.store.reader import open_run
@@ -21,7 +21,7 @@ LARGEST_DIFFERENCE = 0.02
 
 def forecast_peak(path: Path, **settings: Any) -> int:
     forecast_memory(build, path, world_size=8, settings=settings)
-    return peak_of(open_run(path))
+    return row_of(open_run(path), None).peak_bytes
 
 
 CASES = [

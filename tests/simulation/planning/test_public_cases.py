@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_inspect.analysis.memory.fit import FitVerdict
 from fsdp_inspect.simulation.planning.candidates import Candidate
 from fsdp_inspect.simulation.planning.machines import make_machine
-from fsdp_inspect.simulation.planning.prediction import FitVerdict, predict_memory
+from fsdp_inspect.simulation.planning.prediction import predict_memory
 from fsdp_inspect.simulation.planning.transformer import Transformer
 from tests.simulation.planning.jobs import make_job
 

@@ -6,12 +6,12 @@ from operator import itemgetter
 import pytest
 
 from fsdp_inspect import forecast_memory
-from fsdp_inspect.analysis.forecasts import default_allowance
+from fsdp_inspect.analysis.memory.fit import FitVerdict, default_allowance
 from fsdp_inspect.report.planning import trainer_settings
 from fsdp_inspect.simulation.planning.candidates import Candidate, list_candidates
 from fsdp_inspect.simulation.planning.forecast_step import read_forecast
 from fsdp_inspect.simulation.planning.machines import make_machine
-from fsdp_inspect.simulation.planning.prediction import FitVerdict, predict, predict_memory, step_ns
+from fsdp_inspect.simulation.planning.prediction import predict, predict_memory, step_ns
 from fsdp_inspect.simulation.planning.search import (
     VALUES,
     FormulaPredictor,

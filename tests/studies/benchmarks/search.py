@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.plan_simulator import Slowdown
+from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.search import Search
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.parallel.dask_tasks import connect_dask
@@ -141,5 +142,5 @@ def _search(path: Path, tasks: Tasks, slowdown: Slowdown | None) -> SearchCost:
     work = measure_work(run)
     began = time.perf_counter_ns()
     scorer = PlanScorer(run, slowdown=slowdown, work=work, tasks=tasks)
-    Search(scorer, MEMORY_LIMIT, allow_dtypes=True).run()
+    Search(scorer, AdviceRequest(memory_limit=MEMORY_LIMIT, allow_dtypes=True)).run()
     return SearchCost(len(scorer.scores), time.perf_counter_ns() - began)

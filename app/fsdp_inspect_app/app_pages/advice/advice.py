@@ -116,7 +116,8 @@ def _ask(entry: RunEntry) -> Question | None:
             _LIMIT_KEY,
             "Memory limit",
             "such as 80GiB",
-            "Highest predicted peak of allocated memory. Default: the memory of the device.",
+            "Highest peak of allocated memory. Default: the memory of the device without the CUDA "
+            "context and libraries.",
         )
     network = {}
     for column, knob in zip(columns[1:3], KNOBS_OF_LINK, strict=True):

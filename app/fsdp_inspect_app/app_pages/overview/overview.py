@@ -9,6 +9,7 @@ import streamlit as st
 
 from fsdp_inspect import Run
 from fsdp_inspect.advice.run_advice import find_findings
+from fsdp_inspect.analysis.scalars import find_loss
 from fsdp_inspect.analysis.verdict import COMPARE_PLANS
 from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit, name_run
@@ -459,7 +460,7 @@ def _show_over_steps(run: Run) -> None:
 
 def _show_scalar(scalars: Mapping[str, ScalarSeries], times: StepTimes) -> None:
     """Show the loss, or else the first logged number."""
-    first = scalars.get("loss") or next(iter(scalars.values()))
+    first = find_loss([*scalars.values()]) or next(iter(scalars.values()))
     show_chart_card(
         f"{first.name.capitalize()} over steps",
         draw_scalar(first, times.selection.warmup),

@@ -2,37 +2,63 @@
 
 from hypothesis import given, settings, strategies as st
 
-from fsdp_inspect.analysis.forecasts import MOST_SEQUENCES, WORLD_SIZES, find_fit
+from fsdp_inspect.analysis.memory.fit import FitVerdict
 from fsdp_inspect.errors import ForecastError
+from fsdp_inspect.simulation.planning.builder_predictor import (
+    MOST_SEQUENCES,
+    WORLD_SIZES,
+    find_fit,
+)
+from fsdp_inspect.simulation.planning.estimates import PlannedValue, ValueOrigin
 
 
 class Model:
-    """A model whose memory falls with the ranks and grows with the batch; it logs the requests."""
+    """A model whose memory falls with the ranks and grows with the batch; it logs the requests.
 
-    def __init__(self, states, activation, fixed=0, saved_by_checkpointing=0.0):
+    Its need is known up to `doubt` bytes.
+    """
+
+    def __init__(self, states, activation, fixed=0, saved_by_checkpointing=0.0, doubt=0):
         self.states, self.activation, self.fixed = states, activation, fixed
-        self.saved = saved_by_checkpointing
+        self.saved, self.doubt = saved_by_checkpointing, doubt
         self.asked = []
 
     def __call__(self, world_size, settings):
         self.asked.append((world_size, dict(settings)))
         batch = settings.get("batch_size", 1)
         kept = 1 - self.saved if settings.get("checkpointing") == "full" else 1
-        return round(self.states / world_size + self.activation * batch * kept + self.fixed)
+        need = round(self.states / world_size + self.activation * batch * kept + self.fixed)
+        low, high = need - self.doubt, need + self.doubt
+        return PlannedValue(need, low, high, ValueOrigin.FORECAST, "None.")
 
 
 @settings(deadline=None)  # every batch is forecast, to know the answer
-@given(st.integers(1, 10_000), st.integers(1, 500), st.integers(0, 100), st.integers(1, 20_000))
-def test_the_answers_are_the_extremes_that_fit(states, activation, fixed, limit):
-    model = Model(states, activation, fixed)
+@given(
+    *(st.integers(1, 10_000), st.integers(1, 500), st.integers(0, 100)),
+    *(st.integers(1, 20_000), st.integers(0, 100)),
+)
+def test_the_answers_are_the_extremes_that_surely_fit(states, activation, fixed, limit, doubt):
+    model = Model(states, activation, fixed, doubt=doubt)
 
     fit = find_fit(model, limit, world_size=8, accepted=["batch_size"])
 
-    fitting = [size for size in WORLD_SIZES if model(size, {}) <= limit]
+    fitting = [size for size in WORLD_SIZES if model(size, {}).high <= limit]
     assert fit.smallest_world_size == min(fitting, default=0)
-    batches = [n for n in range(1, MOST_SEQUENCES + 1) if model(8, {"batch_size": n}) <= limit]
+    batches = [n for n in range(1, MOST_SEQUENCES + 1) if model(8, {"batch_size": n}).high <= limit]
     assert fit.largest_batch_size == max(batches, default=0)
-    assert fit.fits == (model(8, {}) <= limit)
+    assert fit.fits == (model(8, {}).high <= limit)
+
+
+def test_a_limit_inside_the_interval_is_no_fit_and_no_refusal():
+    verdicts = [
+        find_fit(Model(80, 100, doubt=5), limit, world_size=8, accepted=[]).verdict
+        for limit in (104, 105, 114, 115)
+    ]
+
+    assert verdicts == [
+        *(FitVerdict.DEVICE, FitVerdict.UNKNOWN),
+        *(FitVerdict.UNKNOWN, FitVerdict.FITS),
+    ]
 
 
 def test_few_forecasts_find_the_largest_batch():
@@ -64,7 +90,7 @@ def test_remedies_are_tried_until_one_fits():
     fit = find_fit(model, 50, world_size=8, accepted=None)
 
     assert not fit.fits
-    assert fit.spare_bytes == 50 - 110
+    assert (fit.verdict, fit.peak_bytes) == (FitVerdict.DEVICE, 110)
     assert [remedy.fits for remedy in fit.remedies] == [False, False, True]
     assert fit.remedies[-1].settings == {"checkpointing": "full"}
     assert fit.remedies[-1].peak_bytes == 20
