@@ -1,5 +1,6 @@
 """A mistake of the training comes first, and changes nothing else that is said about the run."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,37 @@ def test_without_sampled_updates_gradients_are_not_checked() -> None:
 
     assert unknown.keys() >= {"values", "optimizer", "gradients", "replicas", "clipping", "loss"}
     assert unknown["gradients"].startswith("No update of a parameter")
+
+
+def resumed(before: list[float], after: list[float]) -> InMemoryRun:
+    """Two attempts that log losses; the second one continues with other parameters."""
+    attempts: list[InMemoryRun] = []
+    for number, losses in enumerate((before, after)):
+        builder = RunBuilder(("layers.0",), world_size=1)
+        for step, loss in enumerate(losses):
+            builder.rank(0).step(step, 1000 * step, 1000 * step + 900)
+            builder.rank(0).loss(loss)
+        update = UpdateSeen(
+            step=0, rate=1.0, factor=None, gradients=[1.0], values=[1.0], digests=[number],
+            num_meant=64, num_lost=0,
+        )  # fmt: skip
+        parameter = ParameterSeen(name="w", unit=0, part=[], is_replica=False, dtype="float32")
+        seen = TrainingSeen(parameters=[parameter], updates=[update])
+        attempts.append(observed(builder.build(earlier_attempts=attempts[:1]), seen))
+    return attempts[1]
+
+
+def test_a_loss_that_rises_with_a_resume_is_a_note() -> None:
+    falls = [3.0 - step / 50 for step in range(60)]
+
+    [note] = check_training(resumed(falls, [2.9, 2.8, 2.7])).notes
+    assert note.sentence == "The loss is higher after the resume than before it."
+    assert (
+        "are 2.9, 2.8, 2.7, and the last 30 of the attempt before are between 1.82 and" in note.why
+    )
+    for after in ([2.9, 2.8], [2.9, 2.8, 2.3], [1.9, 1.8, 1.8], [2.9, 2.8, math.nan]):
+        assert not check_training(resumed(falls, after)).notes
+    assert not check_training(resumed(falls[:38], [2.9, 2.8, 2.7])).notes
 
 
 def test_with_deepspeed_the_reason_is_its_own_optimizer() -> None:

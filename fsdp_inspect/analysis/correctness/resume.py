@@ -6,14 +6,18 @@
   them and saved a checkpoint; they are not,
   and the optimizer starts without the state that it keeps, or the learning rates or at least three
   different batches repeat those of the first attempt.
+- A note: the parameters continue, and the first three logged losses are higher than all of the
+  second half of the attempt before.
 - Refuted by: no checkpoint before the restart: the training then rightly starts again. A pass over
   the data that ended before the restart: the next one may begin with the same batches.
 """
 
+import math
 from collections.abc import Iterator
 
 from fsdp_inspect.analysis.correctness.batches import LEAST_BATCHES
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.analysis.scalars import find_loss, measure_scalars
 from fsdp_inspect.formatting import listed, plural
 from fsdp_inspect.trace.codes import EventFlag, EventKind
 from fsdp_inspect.trace.correctness import TrainingSeen
@@ -21,6 +25,8 @@ from fsdp_inspect.trace.run import RunSource
 
 _RATES = 3
 """Learning rates after the first update, whose rate may come with the optimizer's state."""
+_FIRST_LOSSES, _LAST_LOSSES = 3, 20
+"""The losses that are compared after a resume, and the fewest before it."""
 _NOT_CHECKED = (
     "No update was sampled in the first attempt or in this one, or the sampled parameters differ."
 )
@@ -58,6 +64,7 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
                 place,
             )
         return
+    yield from _loss_rises(observed, ranks)
     yield from _parts_from_the_start(observed, pairs)
     lost = [rank for rank, (_, now) in pairs.items() if _starts_without_state(now)]
     if len(lost) == len(pairs):
@@ -105,6 +112,31 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
             "Save and load the position in the data (StatefulDataLoader), or skip the batches that "
             "the checkpoint has seen.",
         )
+
+
+def _loss_rises(observed: Observed, ranks: tuple[int, ...]) -> Iterator[TrainingFault]:
+    """Note that the loss begins higher than before; by chance, this happens once in 1,771."""
+    attempts = (observed.run.earlier_attempts[-1], observed.run)
+    before, now = (find_loss(measure_scalars(each)) for each in attempts)
+    if before is None or now is None or before.name != now.name:
+        return
+    last, first = before.values[len(before.values) // 2 :], now.values[:_FIRST_LOSSES]
+    is_known = len(last) >= _LAST_LOSSES and len(first) == _FIRST_LOSSES
+    if not is_known or not all(map(math.isfinite, (*last, *first))) or min(first) <= max(last):
+        return
+    shown = ", ".join(f"{value:.4g}" for value in first)
+    yield TrainingFault(
+        TrainingCheck.RESUME,
+        ranks,
+        False,
+        "The loss is higher after the resume than before it.",
+        f"The first {len(first)} values of {now.name} are {shown}, and the last {len(last)} of the "
+        f"attempt before are between {min(last):.4g} and {max(last):.4g}. The sampled parameters "
+        "continue.",
+        "Compare what a checkpoint may lack: buffers, the mode of dropout, the scale of a gradient "
+        "scaler, the data. If steps were lost or the data changed, ignore this.",
+        is_note=True,
+    )
 
 
 def _parts_from_the_start(
