@@ -36,8 +36,7 @@ def test_numbers_of_the_typical_step_are_those_of_the_single_steps(ranks, warmup
             member.num_collectives
         )
         for part in (*PARTS_OF_STEP, StepPart.BETWEEN_STEPS):
-            rows = rows_of(member.rows, kinds=[part])
-            assert typical.means(part)[place] == member.typical_mean_per_step(rows, "duration_ns")
+            assert typical.means(part)[place] == member.typical_mean(member.per_step(part))
         spread = Distribution.of(member.step_time_ns)
         found = [
             int(statistics.duration_ns[statistics.statistic == each][place]) for each in STATISTICS
