@@ -15,6 +15,12 @@ def mark_slow(cases: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
     return [pytest.param(case, marks=[pytest.mark.slow] * (case not in but)) for case in found]
 
 
+def mark_others(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Like `mark_slow`, for a test whose cases do not include all of `quick`."""
+    found = list(cases)
+    return mark_slow(found, but=[case for case in found if case in quick])
+
+
 def chosen_cases(request: pytest.FixtureRequest, argument: str) -> Callable[[Any], bool]:
     """Whether a selected test of the file has a case as the value of that argument.
 
@@ -27,6 +33,12 @@ def chosen_cases(request: pytest.FixtureRequest, argument: str) -> Callable[[Any
             if call is not None and argument in call.params:
                 wanted.add(call.params[argument])
     return lambda case: case in wanted
+
+
+def wants_slow(request: pytest.FixtureRequest) -> bool:
+    """Whether this session runs a slow test of the file. A fixture then prepares all its cases."""
+    items = (item for item in request.session.items if item.path == request.path)
+    return any(item.get_closest_marker("slow") for item in items)
 
 
 def examples(most: int) -> int:

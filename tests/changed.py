@@ -1,7 +1,8 @@
 """Run the tests of the changed modules: `make test-changed`.
 
 The tests of a module are the test files that import it and that stand in the folder of its package.
-If these are many, only the files that are named for the module run. `make test` runs the others.
+If these are many, only the files that are named for the module run. If there is none, the tests of
+the modules that import the module run. `make test` runs the others.
 """
 
 import subprocess
@@ -28,20 +29,31 @@ def find_changed(base: str) -> list[Path]:
 
 def find_tests(path: Path, graph: grimp.ImportGraph) -> list[Path]:
     """The test files of one changed file, nearest first."""
-    if path.parts[0] == "tests":
-        return [path] if path.name.startswith("test_") else []
+    if path.name.startswith("test_"):
+        return [path]
     module = _module_of(path)
     if module not in graph.modules:
         return []
-    importers = {
-        ROOT / f"{each.replace('.', '/')}.py"
-        for each in graph.find_modules_that_directly_import(module)
-        if each.rpartition(".")[2].startswith("test_")
-    }
+    importers = _tests_above(module, graph)
+    if (namesake := _mirror(module) / f"test_{path.stem}.py").exists():
+        importers.add(namesake)
     own = [each for each in sorted(importers) if each.parent == _mirror(module)]
     named = [each for each in sorted(importers) if path.stem in each.stem]
     chosen = own if len(own) <= MOST_FILES else named
     return [each.relative_to(ROOT) for each in chosen or sorted(importers)[:MOST_FILES]]
+
+
+def _tests_above(module: str, graph: grimp.ImportGraph) -> set[Path]:
+    """The test files that import the module, or those of the nearest modules above it."""
+    seen: set[str] = set()
+    level, found = {module}, set[Path]()
+    while level and not found:
+        seen |= level
+        above = {each for one in level for each in graph.find_modules_that_directly_import(one)}
+        tests = {each for each in above if each.rpartition(".")[2].startswith("test_")}
+        found = {ROOT / f"{each.replace('.', '/')}.py" for each in tests}
+        level = above - seen
+    return found
 
 
 def _module_of(path: Path) -> str:
@@ -52,8 +64,13 @@ def _module_of(path: Path) -> str:
 
 def _mirror(module: str) -> Path:
     """The folder of the tests of a module's package."""
-    words = module.split(".")[:-1]
-    head = {"fsdp_inspect": (), "fsdp_inspect_app": ("app",), "instrumented_trainer": ("trainer",)}
+    words = module.split(".")[:-1] or [module]
+    head = {
+        "fsdp_inspect": (),
+        "tests": (),
+        "fsdp_inspect_app": ("app",),
+        "instrumented_trainer": ("trainer",),
+    }
     return ROOT.joinpath("tests", *head[words[0]], *words[1:])
 
 

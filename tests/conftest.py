@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # No deadline for an example, because its duration depends on other load.
     # `make test` tries the same examples each time. The nightly run tries others, and keeps the
     # counterexamples that it finds in `.hypothesis`.
-    guard = {"max_examples": 15, "derandomize": True, "database": None}
+    guard = {"max_examples": 10, "derandomize": True, "database": None}
     settings.register_profile("guard", deadline=None, **guard)
     settings.register_profile("exhaustive", deadline=None, print_blob=True)
     settings.load_profile("exhaustive" if config.getoption(EXHAUSTIVE) else "guard")

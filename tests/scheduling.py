@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-SHARED_FIXTURES = ("tuned",)
+SHARED_FIXTURES = ("tuned", "ask")
 """Slow session fixtures that tests of several files use."""
 _STATES_FIXTURE = "states_server"
 """The fixture of the browser tests that form a separate group: about half of them."""

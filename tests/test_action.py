@@ -17,6 +17,7 @@ from fsdp_inspect import forecast_memory
 from fsdp_inspect.comparison.gate.baseline import make_baseline, render_baseline
 from fsdp_inspect.comparison.gate.measurements import read_runs
 from fsdp_inspect.store.reader import open_run
+from tests.cases import mark_slow
 from tests.comparison.gate.changed_models import build
 
 ROOT = Path(__file__).parents[1]
@@ -189,7 +190,10 @@ def test_a_command_is_run_as_often_as_asked(made: Path, tmp_path: Path) -> None:
 HOSTILE = "$(touch pwned) `touch pwned`; touch pwned #\" ' || touch pwned\n::error::no"
 
 
-@pytest.mark.parametrize("name", ["runs", "forecast", "record", "baseline", "budget", "junit"])
+@pytest.mark.parametrize(
+    "name",
+    mark_slow(["runs", "forecast", "record", "baseline", "budget", "junit"], but=["record"]),
+)
 def test_no_input_is_ever_run_by_a_shell(made: Path, tmp_path: Path, name: str) -> None:
     given = {"runs": str(made / "nothing"), "baseline": str(made / "baseline.json")}
     if name in ("forecast", "record"):

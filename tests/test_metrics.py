@@ -10,16 +10,12 @@ SUFFIXES = {
 }
 
 
-@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-def test_a_metric_is_defined_in_one_plain_sentence(metric):
-    assert metric.label
-    assert len(metric.definition) > 10
-    assert not metric.definition.endswith(".")
-
-
-@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-def test_the_name_of_a_metric_says_its_unit(metric):
-    assert metric.name.endswith(SUFFIXES.get(metric.unit, ""))
+def test_a_metric_has_a_definition_in_one_plain_sentence_and_its_unit_in_its_name():
+    for metric in METRICS.values():
+        assert metric.label, metric.name
+        assert len(metric.definition) > 10, metric.name
+        assert not metric.definition.endswith("."), metric.name
+        assert metric.name.endswith(SUFFIXES.get(metric.unit, ""))
 
 
 def test_every_part_of_a_step_is_a_metric():

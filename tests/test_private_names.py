@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -26,14 +27,25 @@ ALLOWED = {
 }
 
 
+NAMING = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Name, ast.Attribute, ast.Call),
+    *(ast.Import, ast.ImportFrom, ast.Constant),
+)
+
+
 def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
-def own_names(trees: list[ast.AST]) -> set[str]:
+def nodes_of(code: str) -> list[ast.AST]:
+    """The nodes of the kinds that name something."""
+    return [each for each in ast.walk(ast.parse(code)) if isinstance(each, NAMING)]
+
+
+def own_names(nodes: Iterable[ast.AST]) -> set[str]:
     """Every name that the code of this project defines."""
     names: set[str] = set()
-    for node in (each for tree in trees for each in ast.walk(tree)):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 names.add(name)
@@ -44,9 +56,9 @@ def own_names(trees: list[ast.AST]) -> set[str]:
     return names
 
 
-def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
+def private_names(nodes: Iterable[ast.AST], own: set[str]) -> Iterator[tuple[int, str]]:
     """The private names of torch in a file, with their lines."""
-    for node in ast.walk(tree):
+    for node in nodes:
         for name in (*named_modules(node), *named_attributes(node, own)):
             yield getattr(node, "lineno", 0), name
 
@@ -68,14 +80,14 @@ def named_modules(node: ast.AST) -> Iterator[str]:
 def named_attributes(node: ast.AST, own: set[str]) -> Iterator[str]:
     """Private attributes that a node names, and that this project does not define."""
     match node:
-        case ast.Attribute(attr=attribute):
+        case ast.Attribute(attr=attribute) if is_private(attribute):
             whole = ast.unparse(node)
             is_other = whole.startswith(OPERATORS) or whole.split(".")[0] in OTHERS
             is_own = attribute in own and not whole.startswith("torch.")
-            if is_private(attribute) and not is_other and not is_own:
+            if not is_other and not is_own:
                 yield whole
-        case ast.Call(func=function, args=arguments):
-            if ast.unparse(function).split(".")[-1] in READERS:
+        case ast.Call(func=ast.Name(id=function) | ast.Attribute(attr=function), args=arguments):
+            if function in READERS:
                 texts = [each.value for each in arguments if isinstance(each, ast.Constant)]
                 names = [each for each in texts if isinstance(each, str)]
                 yield from (each for each in names if is_private(each) and each not in own)
@@ -83,12 +95,12 @@ def named_attributes(node: ast.AST, own: set[str]) -> Iterator[str]:
 
 def test_only_torch_api_names_private_objects_of_torch() -> None:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    trees = {path: ast.parse(path.read_text()) for path in files if HOME not in path.parents}
-    own = own_names(list(trees.values()))
+    nodes = {path: nodes_of(path.read_text()) for path in files if HOME not in path.parents}
+    own = own_names(chain(*nodes.values()))
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path, tree in trees.items()
-        for line, name in private_names(tree, own)
+        for path, of_file in nodes.items()
+        for line, name in private_names(of_file, own)
         if name not in ALLOWED and "_fsdp_inspect" not in name
     ]
     assert not found, "\n".join(found)
@@ -108,11 +120,11 @@ def test_only_torch_api_names_private_objects_of_torch() -> None:
     ],
 )
 def test_the_check_sees(code: str) -> None:
-    assert list(private_names(ast.parse(code), own=set()))
+    assert list(private_names(nodes_of(code), own=set()))
 
 
 @pytest.mark.parametrize(
     "code", ["sys._getframe(1)", "torch.ops.aten._to_copy.default", "self._own", "x.__dict__"]
 )
 def test_the_check_allows(code: str) -> None:
-    assert not list(private_names(ast.parse(code), own={"_own"}))
+    assert not list(private_names(nodes_of(code), own={"_own"}))

@@ -190,6 +190,7 @@ def test_a_forecast_is_held_against_its_limit_and_its_baseline(session: Session)
     assert "sharded parameter 896 KiB" in absolute
 
 
+@pytest.mark.slow
 def test_what_cannot_be_judged_is_no_pass(session: Session) -> None:
     session.pytester.makepyfile(test_memory=FORECASTS)
     select = ("-k", "other_world_size", "-rs")
@@ -213,6 +214,7 @@ def test_what_cannot_be_judged_is_no_pass(session: Session) -> None:
     assert "The baseline has torch 1.0.0" in " ".join(skipped.split())
 
 
+@pytest.mark.slow
 def test_an_update_keeps_limits_and_refuses_what_it_cannot_read(session: Session) -> None:
     session.pytester.makepyfile(test_memory=FORECASTS)
     select = ("-k", "is_as_before")

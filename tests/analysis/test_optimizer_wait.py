@@ -119,7 +119,7 @@ class Announced(Averaged):
 
 
 @pytest.mark.usefixtures("fake_process_group")
-@pytest.mark.parametrize("gather_ms", [6.0, 30.0])
+@pytest.mark.parametrize("gather_ms", [6.0, pytest.param(30.0, marks=pytest.mark.slow)])
 def test_an_event_behind_the_optimizer_saves_what_was_told(gather_ms: float):
     speed = {"gather_ms": gather_ms, "scatter_ms": 2.0}
     waiting = Averaged(**speed)

@@ -33,7 +33,11 @@ def table(app, column):
 
 
 @pytest.mark.parametrize(
-    "choices", [CHOICES, {**CHOICES, "plan_model": "llama-70b", "plan_gpus": "1"}]
+    "choices",
+    [
+        pytest.param({**CHOICES, "plan_model": "llama-70b", "plan_gpus": "1"}, id="does not fit"),
+        pytest.param(CHOICES, id="fits", marks=pytest.mark.slow),
+    ],
 )
 def test_the_page_and_the_printed_command_find_the_same_plan(open_what_if, choices):
     app = open_what_if(**choices, plan_search="yes")
@@ -60,6 +64,7 @@ def test_the_page_and_the_printed_command_find_the_same_plan(open_what_if, choic
     assert rejected["plans"][0] == f"{told['rejected'][0]['count']:,}"
 
 
+@pytest.mark.slow
 def test_nothing_is_searched_until_the_user_asks(open_what_if):
     app = open_what_if(plan_model="llama-8b")
     assert not any(code.startswith("fsdp-inspect plan ") for code in codes_of(app))

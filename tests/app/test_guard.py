@@ -193,6 +193,7 @@ def test_two_hosts_are_refused(server):
         assert connection.getresponse().status in (400, 403)
 
 
+@pytest.mark.slow
 def test_half_sent_requests_are_closed_by_number_and_the_page_is_answered(server):
     with ExitStack() as opened:
         halves = []

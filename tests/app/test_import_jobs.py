@@ -89,6 +89,7 @@ def test_a_trace_becomes_a_run_that_opens(folder):
     assert left_in(folder) == ["my-..-run"]
 
 
+@pytest.mark.slow
 def test_a_second_import_of_the_same_gets_a_folder_of_its_own(folder):
     jobs = ImportJobs(folder)
     (folder / IMPORTED / "rank0").mkdir(parents=True)
@@ -106,6 +107,7 @@ def test_a_damaged_file_is_told_in_the_importers_words(folder):
     assert left_in(folder) == []
 
 
+@pytest.mark.slow
 def test_an_import_can_be_cancelled_and_leaves_nothing(folder, endless):
     source = find_source(folder, "traces/rank0.json")
     jobs = ImportJobs(folder)

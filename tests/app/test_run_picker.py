@@ -1,5 +1,7 @@
 """The run picker of a large folder lists the newest runs and the chosen one."""
 
+import pytest
+
 from fsdp_inspect.store.records import encode_record, replace_file
 from tests.app.conftest import start_app
 from tests.store.run_files import make_manifest
@@ -13,6 +15,7 @@ def write_manifests(folder, count):
         replace_file(folder / f"run-{number:03}" / "run.json", encode_record(manifest))
 
 
+@pytest.mark.slow
 def test_the_picker_lists_the_newest_500_runs_and_the_chosen_one(tmp_path):
     write_manifests(tmp_path, 503)
     picker = start_app(tmp_path, "runs", run="run-001").selectbox(key="run")
@@ -21,6 +24,7 @@ def test_the_picker_lists_the_newest_500_runs_and_the_chosen_one(tmp_path):
     assert picker.help.startswith("The newest 500 of 503 runs.")
 
 
+@pytest.mark.slow
 def test_the_picker_of_500_runs_lists_them_all(tmp_path):
     write_manifests(tmp_path, 500)
     picker = start_app(tmp_path, "runs").selectbox(key="run")

@@ -6,26 +6,18 @@ import sys
 from fsdp_inspect_app import server as serving
 
 
-def printed_after_loading(expression):
+def test_what_is_loaded_ahead_exists_and_is_not_searched_for_garbage_after_every_script():
     code = (
         "import gc, sys; from fsdp_inspect_app.server import load_ahead; load_ahead(); "
-        f"print({expression})"
+        "print(len(gc.get_objects()), gc.get_freeze_count(), *sys.modules)"
     )
-    return subprocess.run(
+    searched, kept, *loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
-    ).stdout
-
-
-def test_everything_that_is_loaded_ahead_exists():
-    loaded = printed_after_loading("*sys.modules").split()
+    ).stdout.split()
+    assert int(searched) < int(kept) / 50
     assert set(serving._NEEDED) <= set(loaded)
     assert "torch" not in loaded
     assert "fsdp_inspect_app.timeline.component" not in loaded  # registers itself with a server
-
-
-def test_what_is_loaded_is_not_searched_for_garbage_after_every_script():
-    searched, kept = printed_after_loading("len(gc.get_objects()), gc.get_freeze_count()").split()
-    assert int(searched) < int(kept) / 50
 
 
 def test_what_cannot_be_loaded_is_left_to_the_pages(monkeypatch):

@@ -62,6 +62,7 @@ def test_a_report_fits_its_window_and_asks_for_nothing(pages, open_page, screens
     assert page.complaints == []
 
 
+@pytest.mark.slow
 def test_bars_are_as_long_as_their_shares(pages, open_page):
     page = open_page(pages["report"])
     widths = page.evaluate(
@@ -72,6 +73,7 @@ def test_bars_are_as_long_as_their_shares(pages, open_page):
     assert sum(widths) == pytest.approx(whole, rel=0.01)
 
 
+@pytest.mark.slow
 def test_dark_and_light_differ_and_paper_is_light(pages, open_page):
     def background(page):
         return page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -105,8 +105,8 @@ def test_a_text_of_a_file_loads_nothing_and_the_page_may_load_nothing_foreign(
         pytest.param({}, 403, id="no origin"),
     ],
 )
-def test_runs_are_served_only_under_the_names_of_this_machine(states_server, headers, status):
-    port = int(states_server.rpartition(":")[2])
+def test_runs_are_served_only_under_the_names_of_this_machine(server, headers, status):
+    port = int(server.rpartition(":")[2])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     asked = {
         "Connection": "Upgrade",

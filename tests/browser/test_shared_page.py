@@ -55,6 +55,7 @@ COLOURS = """(canvas) => {
 }"""
 
 
+@pytest.mark.slow
 def test_a_saved_page_draws_its_timeline_which_zooms(
     server, tab, recorded_runs, open_file, tmp_path
 ):
@@ -79,6 +80,7 @@ def test_a_saved_page_draws_its_timeline_which_zooms(
     assert page.asked == [(tmp_path / "timeline.html").as_uri()]
 
 
+@pytest.mark.slow
 def test_a_saved_page_paints_its_map(server, tab, recorded_runs, open_file, tmp_path):
     dashboard = tab(server)
     dashboard.open("ranks", run=list_runs(recorded_runs)[0].id)

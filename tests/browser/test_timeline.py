@@ -183,6 +183,7 @@ def longest(run):
     )
 
 
+@pytest.mark.slow
 def test_it_says_what_the_step_waited_for_and_describes_its_picture(open_timeline, run):
     timeline = open_timeline()
     breakdown = measure_summary(run).breakdown
@@ -240,6 +241,7 @@ def test_wheel_keys_and_drag_move_the_window(open_timeline):
     timeline.wait(f"view => view.startNs == {start} && view.endNs == {end}")
 
 
+@pytest.mark.slow
 def test_a_dragged_range_is_summed_and_a_link_keeps_it(open_timeline, runs):
     timeline = open_timeline(step="3", rank="0")
     start, end = timeline.view
@@ -276,6 +278,7 @@ def test_fullscreen_has_a_button_and_a_key_and_keeps_the_details(open_timeline):
     timeline.wait("state => state.fullscreen === 'false'")
 
 
+@pytest.mark.slow
 def test_ranks_and_kinds_are_searched(open_timeline):
     timeline = open_timeline(step="3")
     box, matches = timeline.page.locator("input[type=search]"), timeline.page.locator(".matches")
@@ -370,6 +373,7 @@ def test_the_keyboard_alone_selects_and_explains(open_timeline):
     timeline.page.get_by_text("Click a span to see its details").wait_for()
 
 
+@pytest.mark.slow
 def test_a_link_shows_a_colleague_the_same(open_timeline, open_context):
     timeline = open_timeline(step="3", unit="layers.5")
     timeline.click(20, 200)  # the name of rank 0, below the median rank
@@ -425,6 +429,7 @@ def test_the_picture_is_saved_as_png(open_timeline):
     assert height > 2 * 4 * 150  # all four ranks, at twice the resolution of the screen
 
 
+@pytest.mark.slow
 def test_many_spans_arrive_as_density_and_sharpen_when_zoomed(open_timeline):
     timeline = open_timeline("crowded", step="2")
     state = timeline.state
@@ -483,6 +488,7 @@ def test_a_run_of_memory_alone_says_what_to_do(address, tab):
     assert dashboard.page.get_by_role("link", name="Open Memory").count() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(800, "light"), (1280, "dark")])
 def test_it_fits_the_window_with_a_wait_selected(open_timeline, screenshots, width, scheme):
     timeline = open_timeline(step="3", width=width, scheme=scheme)

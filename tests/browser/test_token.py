@@ -6,7 +6,7 @@ import pytest
 
 from tests.browser.conftest import serve
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,6 @@ def test_the_printed_url_opens_the_dashboard_and_leaves_the_address(token_server
     assert dashboard.page.evaluate("() => document.cookie").find("fsdp-inspect-token") == -1
 
 
-@pytest.mark.slow
 def test_pages_links_and_downloads_need_no_token_in_the_address(token_server, tab):
     address, url = token_server
     dashboard = tab(address)

@@ -17,6 +17,7 @@ def nights(free_port, tmp_path_factory):
         yield address
 
 
+@pytest.mark.slow
 def test_a_slower_night_is_a_change_point_that_opens_its_comparison(nights, tab):
     dashboard = tab(nights)
     dashboard.open("trends", metric="step_time_ns")

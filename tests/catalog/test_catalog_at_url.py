@@ -108,6 +108,7 @@ def test_catalog_at_a_url_has_the_numbers_of_a_catalog_on_the_disk(
         assert there.query(sql).rows() == here.query(sql).rows()
 
 
+@pytest.mark.slow
 def test_only_a_changed_run_is_read_again_and_a_deleted_one_vanishes(
     folder: str, system: Any, tmp_path: Path
 ) -> None:
@@ -180,9 +181,8 @@ def index_with_many_publications(folder: str) -> None:
     index_runs(folder, rebuild=True)
 
 
-@pytest.mark.parametrize(
-    "place", ["/runs.parquet", pytest.param("/catalog.json", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["/runs.parquet", "/catalog.json"])
 def test_killed_index_leaves_a_readable_catalog_that_the_next_one_completes(
     folder: str, proxy: FaultyProxy, place: str
 ) -> None:
@@ -206,6 +206,7 @@ def test_failing_requests_change_no_row(folder: str, proxy: FaultyProxy) -> None
     assert proxy.num_failed > 0
 
 
+@pytest.mark.slow
 def test_store_without_conditional_writes_keeps_the_last_catalog(
     folder: str, proxy: FaultyProxy
 ) -> None:
@@ -215,6 +216,7 @@ def test_store_without_conditional_writes_keeps_the_last_catalog(
     assert ids_of(folder) == ["run-0", "run-1", "sub/deep"]
 
 
+@pytest.mark.slow
 def test_generations_that_no_reader_uses_are_removed_later(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_missing_folder_and_a_missing_catalog_are_named(tmp_path: Path) -> Non
         open_catalog(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_indexes_at_once_leave_a_whole_catalog(tmp_path: Path) -> None:
     for number in range(12):
         write_small_run(tmp_path, f"run-{number:02}", number=number)

@@ -1,6 +1,5 @@
-import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,17 +18,15 @@ def runs_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def command():
+def command(run_python):
     """The command line as a separate process: `command("show", folder, "summary")`."""
 
     def run(*arguments, cwd=None):
-        done = subprocess.run(
-            [sys.executable, "-m", "fsdp_inspect", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            cwd=cwd,
-            env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
-            timeout=300,
+        done = run_python(
+            *("-m", "fsdp_inspect", *map(str, arguments)),
+            check=False,
+            cwd=cwd or Path.cwd(),
+            environment={"COLUMNS": "80", "NO_COLOR": "1"},
         )
         return Ended(done.returncode, done.stdout, done.stderr)
 

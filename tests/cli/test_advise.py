@@ -13,19 +13,12 @@ SAMPLE = SAMPLES / "tiny-2-ranks"
 @pytest.mark.parametrize(
     "folder", sorted(path.parent for path in SAMPLES.glob("*/run.json")), ids=lambda p: p.name
 )
-def test_the_first_line_answers_in_words_with_the_number(invoke, folder):
+def test_the_first_line_answers_and_the_advice_fits_on_one_screen_of_80_by_24(invoke, folder):
     lines = invoke("advise", folder).out.splitlines()
     assert re.search(r"\d%? .*step|No change surely saves time: predicted -?\d", lines[0])
     assert lines[0][0].isupper()
     assert len(lines[0].split()) <= 12
     assert lines[1] == ""
-
-
-@pytest.mark.parametrize(
-    "folder", sorted(path.parent for path in SAMPLES.glob("*/run.json")), ids=lambda p: p.name
-)
-def test_the_advice_fits_on_one_screen_of_80_by_24(invoke, folder):
-    lines = invoke("advise", folder).out.splitlines()
     assert len(lines) <= 23
     assert max(map(len, lines)) <= 80
 

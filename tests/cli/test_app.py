@@ -85,6 +85,7 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch, tmp_path):
         app_command.serve(tmp_path, host="127.0.0.1", port=None)
 
 
+@pytest.mark.slow
 def test_the_dashboard_comes_up_and_ends_with_the_signal(runs_folder, free_port):
     port = free_port()
     process = subprocess.Popen(

@@ -33,6 +33,7 @@ def runs(
     return f"{s3_bucket}/runs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "held"),
     [

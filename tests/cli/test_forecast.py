@@ -87,6 +87,7 @@ def test_a_table_by_world_size_and_what_fits(invoke, tmp_path):
     assert not any("missing" in note for note in kept.notes)
 
 
+@pytest.mark.slow
 def test_the_fit_includes_an_estimated_allowance_that_is_shown_by_part(builder, invoke):
     ended = invoke("plan", "memory", builder, "--fit", "1GiB")
 
@@ -187,6 +188,7 @@ def test_force_replaces_nothing_that_is_no_forecast(builder, invoke, runs_folder
     assert open_run(out / "build-8-ranks").manifest.recorded_id == "hand-made"
 
 
+@pytest.mark.slow
 def test_the_highest_of_each_phase_is_told(invoke):
     ended = invoke("plan", "memory", *SMALL, "--world-size", "4")
 

@@ -1,21 +1,19 @@
 """`fsdp-inspect plan`: its answer, its JSON, its files and its exit codes."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from accelerate.commands.config.config_args import ClusterConfig
 
 from fsdp_inspect import Plan
 from fsdp_inspect.cli import forecast_maker as forecaster
 from instrumented_trainer.command_line import check_settings, read_file
+from tests.cases import mark_slow
 from tests.forked_process import ForkedProcess
 
 ISSUE_FIELDS = (
@@ -26,22 +24,11 @@ TINY = ("--model", "tiny", "--gpus", "2", "--preset", "h100-nvlink", "--seq-len"
 SMALL = (*TINY, "--no-forecast")
 
 
-def run_plan(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fsdp_inspect", "plan", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "80"},
-    )
-
-
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> tuple[dict, Path]:
+def written(tmp_path_factory, run_python) -> tuple[dict, Path]:
     """The JSON of a plan and the folder of its files."""
     folder = tmp_path_factory.mktemp("plan") / "out"
-    done = run_plan(*SMALL, "--json", "--out", str(folder))
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "fsdp_inspect", "plan", *SMALL, "--json", "--out", folder)
     return json.loads(done.stdout), folder
 
 
@@ -59,6 +46,8 @@ def test_json_has_each_value_of_each_plan_with_its_interval_and_assumption(writt
 
 
 def test_the_written_files_are_read_by_their_readers(written):
+    from accelerate.commands.config.config_args import ClusterConfig
+
     plan, folder = written
     best = plan["best"]["candidate"]
 
@@ -86,6 +75,7 @@ def test_the_text_fits_80_columns_and_states_its_assumptions(invoke):
         assert words in done.out
 
 
+@pytest.mark.slow
 def test_a_shortfall_names_the_memory_of_the_host_and_the_smallest_change_that_fits(invoke):
     four = ("--model", "llama-70b", "--gpus", "4", "--preset", "rtx4090-pcie", "--seq-len", "2048",
             "--no-forecast")  # fmt: skip
@@ -104,6 +94,7 @@ def test_a_shortfall_names_the_memory_of_the_host_and_the_smallest_change_that_f
     assert fitting.code == 0
 
 
+@pytest.mark.slow
 def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_stated(invoke):
     memory = ("--memory", "2GiB", "--host-memory", "64GiB")
     done = invoke("plan", "--model", "llama-70b", "--gpus", "4", *memory, "--no-forecast")
@@ -184,6 +175,7 @@ def test_the_written_files_accumulate_as_the_priced_plan_does(sync, invoke, tmp_
     assert ("torchtitan reduces gradients in each microbatch" in titan) == (sync == "last")
 
 
+@pytest.mark.slow
 def test_accumulation_without_reduction_holds_unsharded_gradients(invoke):
     def peak(*words):
         settings = ("--set", "microbatches=4", "--set", "checkpointing=full", *words)
@@ -243,7 +235,9 @@ def test_an_unsupported_architecture_is_refused(tmp_path, invoke):
     assert "Unsupported architecture 't5'" in " ".join(done.err.split())
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "bert", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", mark_slow(["gpt2", "gpt_neox", "bert", "mixtral", "qwen3_moe"], but=["mixtral"])
+)
 def test_the_parameters_of_a_hugging_face_config_are_those_of_the_model(kind, tmp_path, invoke):
     import transformers
 
@@ -292,6 +286,7 @@ def test_the_reported_plans_are_forecast_and_say_so(forked, invoke):
     assert plan["notes"] == []
 
 
+@pytest.mark.slow
 def test_a_builder_is_planned_with_its_own_keywords(forked, invoke, tmp_path):
     words = ("plan", "--model", "tests.simulation.planning.gpt_builder:build", "--gpus", "4",
              "--preset", "h100-nvlink", "--set", "checkpointing=full", "--set", "offload=none",

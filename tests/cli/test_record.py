@@ -63,6 +63,7 @@ def test_the_flags_of_torchrun_are_those_of_the_installed_torch() -> None:
     assert names - {"-h", "--help"} <= TORCHRUN_FLAGS
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_recorded_command_prints_where_the_run_is_and_how_to_open_it(
     command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -62,6 +62,7 @@ def test_prediction_and_outcome_are_in_the_ledger_of_the_runs(tuned):
     assert ledger.predictions[0].created_unix_ns < ledger.outcomes[0].created_unix_ns
 
 
+@pytest.mark.slow
 def test_a_plan_that_runs_out_of_memory_is_an_outcome_and_no_end(tmp_path):
     command = fake_training(tmp_path)
     done = tune(tmp_path / "runs", "--budget", "2", "--", *command)

@@ -44,7 +44,6 @@ MISTAKES: dict[str, str] = {}
 NOTES: dict[str, str] = {}
 ALL = ("fsdp2", "fsdp1", "ddp", "zero")
 """`zero` is DDP with a ZeroRedundancyOptimizer."""
-_WORLD = 2
 
 
 def loop(*sharders: str, mistake: str = "", note: str = "") -> Callable[[Loop], Loop]:

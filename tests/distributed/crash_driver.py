@@ -2,7 +2,7 @@
 
     python crash_driver.py OUTPUT_FOLDER NUM_KILLS SEED
 
-torch is imported once; each pair of ranks is forked from here. After each step, every rank writes
+Each pair of ranks is forked from here. After each step, every rank writes
 the step and the time into a file that survives a kill. After each flush, it also writes the time at
 which the flush began.
 """

@@ -1,6 +1,6 @@
 """Train models and loops that the recorder must support; one launch of torchrun runs all.
 
-    torchrun --nproc-per-node 2 recorder_scenarios.py OUTPUT_FOLDER
+    torchrun --nproc-per-node 2 recorder_scenarios.py OUTPUT_FOLDER [SCENARIO...]
 
 Each scenario trains twice from the same seed, without and with a recorder, and writes the data that
 the tests compare: losses, the model before and after, and the warnings.
@@ -13,7 +13,7 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -458,13 +458,14 @@ def collected_warnings() -> Iterator[list[str]]:
         found.extend(str(item.message) for item in caught if "fsdp_inspect" in str(item.message))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: Sequence[str]) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     dist.init_process_group("gloo")
     wanted = dist.get_world_size() == 4
-    for name, make in SCENARIOS.items():
+    for name in names or SCENARIOS:
         if name.endswith("_4") != wanted:
             continue
+        make = SCENARIOS[name]
         torch.manual_seed(0)
         bare = train(make(), None)
         torch.manual_seed(0)
@@ -476,5 +477,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
     release_process_groups()

@@ -37,11 +37,11 @@ def plan_of(manifest: RunManifest) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, torchrun: Torchrun) -> Path:
+def recorded(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Path:
     """A folder with the script and its run."""
     folder = tmp_path_factory.mktemp("hand-written")
     shutil.copy(FOLDER / SCRIPT, folder)
-    torchrun(*RECORD, "--name", "first", SCRIPT, cwd=folder)
+    run_ranks(*RECORD, "--name", "first", SCRIPT, cwd=folder)
     return folder
 
 
@@ -63,7 +63,7 @@ def merged(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("change", "removed"),
     [
-        pytest.param(resharded, 1, id="another value in the user's call"),
+        pytest.param(resharded, 1, id="another value in the user's call", marks=pytest.mark.slow),
         pytest.param(with_lines, 0, id="lines after the calls", marks=pytest.mark.slow),
         pytest.param(merged, 8, id="the plan in place of the calls"),
     ],
@@ -88,10 +88,14 @@ def test_the_changed_script_trains_with_exactly_the_plan(
     assert again.ranks[0].num_steps == 8
 
 
+@pytest.mark.slow
 def test_the_advice_of_the_command_is_the_plan_that_its_diff_makes(
-    recorded: Path, tmp_path: Path, torchrun: Torchrun, run_ranks: Torchrun
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    torchrun: Torchrun,
+    run_ranks: Torchrun,
 ) -> None:
-    run = advisable_run(recorded, torchrun)
+    run = advisable_run(tmp_path_factory.mktemp("advisable"), torchrun)
     command("advise", run, "--write", "plan.toml", cwd=tmp_path)
     advised = json.loads(command("advise", run, "--json", cwd=tmp_path))["plan"]
     if not advised["suggestions"]:
@@ -188,13 +192,14 @@ def test_a_model_that_was_sharded_before_the_recorder_was_imported_has_no_places
     assert written.launch.endswith(MODELS)
 
 
-def advisable_run(recorded: Path, torchrun: Torchrun) -> Path:
+def advisable_run(folder: Path, torchrun: Torchrun) -> Path:
     """A run that can be simulated; on a busy machine, a run sometimes varies too much."""
-    for _ in range(4):
-        run = newest(recorded / "runs")
+    shutil.copy(FOLDER / SCRIPT, folder)
+    for _ in range(5):
+        torchrun(*RECORD, "--name", "first", SCRIPT, cwd=folder)
+        run = newest(folder / "runs")
         if fsdp_inspect.open_run(run).advise().plan is not None:
             return run
-        torchrun(*RECORD, "--name", "first", SCRIPT, cwd=recorded)
     pytest.skip("every recording varied too much to be simulated")
 
 

@@ -14,6 +14,7 @@ from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.report.text import render_kernels
 from fsdp_inspect.trace.host_work import BOOLEAN_MASK, COLLECTION, COMPILATION, PRINTED
+from tests.cases import mark_slow, wants_slow
 from tests.conftest import Torchrun
 from tests.distributed.compute_script import CASES, NUM_STEPS
 from tests.report.terminal_text import text_of
@@ -21,10 +22,17 @@ from tests.report.terminal_text import text_of
 pytestmark = pytest.mark.distributed
 
 
+QUICK = ("plain", "profiled", "mask", "collections", "tokens")
+"""The cases of `make test`."""
+
+
 @pytest.fixture(scope="module")
-def folder(run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(
+    request: pytest.FixtureRequest, run_ranks: Torchrun, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("compute")
-    run_ranks("-m", "tests.distributed.compute_script", folder, *CASES)
+    cases = [*CASES] if wants_slow(request) else QUICK
+    run_ranks("-m", "tests.distributed.compute_script", folder, *cases)
     return folder
 
 
@@ -36,7 +44,10 @@ def opened(folder: Path, case: str) -> fsdp_inspect.Run:
     return fsdp_inspect.open_run(folder / case / "run")
 
 
-@pytest.mark.parametrize("case", ["profiled", "other_profiler", "failing", "print", "mask"])
+@pytest.mark.parametrize(
+    "case",
+    mark_slow(["profiled", "other_profiler", "failing", "print", "mask"], but=["profiled", "mask"]),
+)
 def test_losses_are_bit_identical(folder: Path, case: str) -> None:
     for rank in range(2):
         assert seen(folder, case, rank)["losses"] == seen(folder, "plain", rank)["losses"]
@@ -65,6 +76,7 @@ def test_the_window_states_its_own_cost(folder: Path) -> None:
     assert "outside of all timed steps" in cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "reason"),
     [("other_profiler", "the script started a profiler"), ("failing", "the disk is full")],
@@ -93,7 +105,11 @@ def true_ns(folder: Path, case: str, rank: int) -> float:
 
 @pytest.mark.parametrize(
     ("case", "what"),
-    [("mask", BOOLEAN_MASK), ("print", PRINTED), ("compilations", COMPILATION)],
+    [
+        ("mask", BOOLEAN_MASK),
+        pytest.param("print", PRINTED, marks=pytest.mark.slow),
+        pytest.param("compilations", COMPILATION, marks=pytest.mark.slow),
+    ],
 )
 def test_a_planted_stop_has_its_line_and_size(folder: Path, case: str, what: str) -> None:
     first = stops_of(folder, case)[0]
@@ -102,6 +118,7 @@ def test_a_planted_stop_has_its_line_and_size(folder: Path, case: str, what: str
     assert first.duration_ns == pytest.approx(true_ns(folder, case, first.rank), rel=0.2)
 
 
+@pytest.mark.slow
 def test_reads_in_a_loop_have_their_line_and_number(folder: Path) -> None:
     """A read on a CPU takes as long as reading the clock, so its size is only a rough one."""
     first = stops_of(folder, "items")[0]
@@ -110,6 +127,7 @@ def test_reads_in_a_loop_have_their_line_and_number(folder: Path) -> None:
     assert 0.05 < first.duration_ns / first.count / 1000 < 5
 
 
+@pytest.mark.slow
 def test_reads_are_no_longer_watched_where_there_are_many(folder: Path) -> None:
     work = opened(folder, "items").ranks_recorded[0].host_work
     assert work is not None
@@ -123,6 +141,7 @@ def test_collections_on_one_rank_are_found_there(folder: Path) -> None:
     assert (first.num_steps, first.out_of) == (3, NUM_STEPS - 3)
 
 
+@pytest.mark.slow
 def test_a_compilation_names_the_guard(folder: Path) -> None:
     first = stops_of(folder, "compilations")[0]
     assert "factor == " in first.reason

@@ -1,6 +1,6 @@
 """Mistakes of the training are named under each sharder, and legal loops that look alike are not.
 
-The quick tests run each mistake under one sharder; `--exhaustive` runs all of them.
+The quick tests run some loops that are unlike those of `test_correctness`; `--exhaustive` runs all.
 """
 
 from pathlib import Path
@@ -11,29 +11,21 @@ from fsdp_inspect import open_run
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.diagnosis.diagnose import ProblemClass, Status
 from fsdp_inspect.report.diagnosis import describe_diagnosis
+from tests.cases import chosen_cases, mark_slow
 from tests.conftest import Torchrun
-from tests.distributed import correctness_odd_loops, test_correctness
+from tests.distributed import correctness_odd_loops
 from tests.distributed.correctness_sharders import LOOPS, MISTAKES, NOTES
 
 SCRIPT = Path(__file__).with_name("correctness_sharders.py")
 CERTAIN = ("clipped-while-scaled", "shards-reduced-again", "never-cleared")
 
 
-def _choose() -> list[str]:
-    """One loop for each sentence that `test_correctness` does not have, and some without any."""
-    known = {**MISTAKES, **NOTES}
-    first = {
-        sentence: name
-        for name, sentence in reversed(known.items())
-        if sentence not in test_correctness.MISTAKES.values()
-    }
-    return [*first.values(), "clipped-for-privacy-ddp", "parts-of-one-batch-ddp", "epoch-set-fsdp2"]
-
-
-QUICK = _choose()
-CASES = [
-    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow], id=name) for name in LOOPS
-]
+QUICK = (
+    *("summed-again-ddp", "buffers-of-other-seeds-fsdp2", "noise-of-each-rank-ddp"),
+    *("clipped-while-scaled-fsdp2", "data-read-again-fsdp2", "loss-of-one-rank-fsdp2"),
+    "epoch-set-fsdp2",
+)
+CASES = mark_slow(LOOPS, but=QUICK)
 
 pytestmark = pytest.mark.distributed
 
@@ -44,13 +36,7 @@ def runs(
 ) -> Path:
     """A folder with a run of each loop that the tests of this module read."""
     folder = tmp_path_factory.mktemp("sharders")
-    read = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if item.module is request.module
-    ]
-    names = [name for name in LOOPS if name in read]
-    run_ranks(SCRIPT, folder, *names)
+    run_ranks(SCRIPT, folder, *filter(chosen_cases(request, "name"), LOOPS))
     return folder
 
 

@@ -66,7 +66,7 @@ FAULTS = {
     "twice accumulate clip": (StepFault.DIVIDED_TWICE, None),
     "twice-later": (StepFault.DIVIDED_TWICE, None),
 }
-QUICK_FAULTS = ("own", "missing", "dtype", "stale", "twice")
+QUICK_FAULTS = ("missing", "stale")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 
 ON_TWO_RANKS = ("fsdp2", "fsdp1", "ddp", "simple_fsdp", "compiled_fsdp2")
 ON_FOUR_RANKS = ("fsdp_tp", "hsdp", "fsdp_ep", "fsdp_cp", "pipeline")
-GUARD = ("fsdp2", "fsdp1", "ddp")
+GUARD = ("fsdp2",)
 DETAILED = [step for step in range(NUM_STEPS) if is_detailed(step)]
 PARTS = {
     *(EventKind.STEP, EventKind.FORWARD, EventKind.BACKWARD, EventKind.OPTIMIZER),
@@ -58,7 +58,8 @@ def done() -> set[str]:
 def case(request: pytest.FixtureRequest, run_ranks: Torchrun, folder: Path, done: set[str]) -> Case:
     name = request.param
     if name not in done:
-        together = next(each for each in (GUARD, ON_TWO_RANKS, ON_FOUR_RANKS) if name in each)
+        group = next(each for each in (GUARD, ON_TWO_RANKS, ON_FOUR_RANKS) if name in each)
+        together = [each for each in group if each not in done]
         driver = "tests.distributed.plain_steps_script"
         num_ranks = 4 if name in ON_FOUR_RANKS else 2
         run_ranks("-m", driver, folder, *together, num_ranks=num_ranks)

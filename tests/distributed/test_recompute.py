@@ -26,7 +26,7 @@ REPEATED = {
 }
 KINDS = ((), ("--reentrant",), ("--reentrant", "--steps"))
 CASES = [(place, *kind) for kind in KINDS for place in REPEATED]
-QUICK = (("inside",), ("every-second", "--reentrant"), ("pair", "--reentrant", "--steps"))
+QUICK = (("every-second",),)
 
 
 def backward_ns(run: Run) -> float:

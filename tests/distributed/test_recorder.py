@@ -19,6 +19,7 @@ from fsdp_inspect.trace.codes import (
     StepPart,
 )
 from fsdp_inspect.trace.run import RunStatus
+from tests.cases import mark_slow, wants_slow
 from tests.conftest import Torchrun
 from tests.distributed.recorded import LAST_STEP, Recorded
 from tests.distributed.recorder_scenarios import SCENARIOS, STEPS
@@ -26,43 +27,39 @@ from tests.distributed.recorder_scenarios import SCENARIOS, STEPS
 pytestmark = pytest.mark.distributed
 
 DRIVER = Path(__file__).with_name("recorder_scenarios.py")
-FOUR_RANKS = [name for name in SCENARIOS if name.endswith("_4")]
-TWO_RANKS = [name for name in SCENARIOS if name not in FOUR_RANKS]
+QUICK = (
+    *("blocks", "no_step_calls", "checkpointed_inside_fsdp", "accumulation_without_sync"),
+    *("evaluation_between_steps", "clipping_and_loss_reduction", "asynchronous_prefetch"),
+    "hybrid_sharding_4",
+)
+"""The scenarios of `make test`."""
+CASES = mark_slow(SCENARIOS, but=QUICK)
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Recorded:
+def recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun
+) -> Recorded:
     folder = tmp_path_factory.mktemp("scenarios")
-    run_ranks(DRIVER, folder, num_ranks=2)
-    run_ranks(DRIVER, folder, num_ranks=4)
+    names = [*SCENARIOS] if wants_slow(request) else QUICK
+    run_ranks(DRIVER, folder, *names, num_ranks=2)
+    run_ranks(DRIVER, folder, *names, num_ranks=4)
     return Recorded(folder)
 
 
 # --- the training is unchanged
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_losses_are_identical_to_the_last_bit(recorded: Recorded, name: str) -> None:
-    result = recorded.result(name)
+@pytest.mark.parametrize("name", CASES)
+def test_the_training_is_unchanged_and_its_recording_complete(
+    recorded: Recorded, name: str
+) -> None:
+    result, run = recorded.result(name), recorded.run(name)
     assert len(result["bare"]["losses"]) == STEPS
     assert result["recorded"]["losses"] == result["bare"]["losses"]
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_the_model_is_left_as_it_was(recorded: Recorded, name: str) -> None:
-    assert recorded.result(name)["recorded"]["is_restored"] is True
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_recording_goes_on_to_the_end_without_a_warning(recorded: Recorded, name: str) -> None:
-    result = recorded.result(name)
+    assert result["recorded"]["is_restored"] is True
     assert result["recorded"]["was_recording"]
     assert result["warnings"] == []
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_each_run_opens_complete(recorded: Recorded, name: str) -> None:
-    run = recorded.run(name)
     assert run.status is RunStatus.COMPLETE
     assert [record.num_steps for record in run.ranks] == [STEPS] * run.manifest.world_size
 
@@ -70,7 +67,7 @@ def test_each_run_opens_complete(recorded: Recorded, name: str) -> None:
 # --- properties of every scenario
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", CASES)
 def test_each_rank_numbers_the_collectives_of_a_group_alike(recorded: Recorded, name: str) -> None:
     run = recorded.run(name)
     shard = run.manifest.process_groups[0]
@@ -92,7 +89,7 @@ def test_each_rank_numbers_the_collectives_of_a_group_alike(recorded: Recorded, 
     assert all(other == seen[0] for other in seen)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", CASES)
 def test_messages_are_as_large_as_the_manifest_says(recorded: Recorded, name: str) -> None:
     events, units = recorded.events(name), recorded.run(name).manifest.units
     for kind, expected in (
@@ -105,13 +102,13 @@ def test_messages_are_as_large_as_the_manifest_says(recorded: Recorded, name: st
             assert num_bytes == getattr(units[unit], expected)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", CASES)
 def test_collectives_are_those_that_the_plan_asks_for(recorded: Recorded, name: str) -> None:
     check = check_plan(recorded.run(name))
     assert check.is_consistent, (check.sentence, check.findings)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", CASES)
 def test_parts_add_up_to_the_step(recorded: Recorded, name: str) -> None:
     summary = recorded.run(name).summary()
     for rank in np.unique(summary.rank):
@@ -122,14 +119,14 @@ def test_parts_add_up_to_the_step(recorded: Recorded, name: str) -> None:
             assert parts.duration_ns.sum() == whole.duration_ns[0]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", CASES)
 def test_steps_follow_each_other_without_a_gap(recorded: Recorded, name: str) -> None:
     events = recorded.run(name).events(0, kinds=[EventKind.STEP])
     assert events.step.tolist() == list(range(STEPS))
     assert events.start_ns[1:].tolist() == events.end_ns[:-1].tolist()
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", CASES)
 def test_the_memory_step_knows_its_peak_by_category_and_owner(
     recorded: Recorded, name: str
 ) -> None:
@@ -142,7 +139,7 @@ def test_the_memory_step_knows_its_peak_by_category_and_owner(
     assert peak.optimizer_state[0] > 0
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", CASES)
 def test_losses_are_logged(recorded: Recorded, name: str) -> None:
     scalars = recorded.run(name).scalars(0)
     expected = [float.fromhex(loss) for loss in recorded.result(name)["recorded"]["losses"]]
@@ -214,12 +211,14 @@ def test_steps_end_at_the_optimizer_without_step_calls(recorded: Recorded) -> No
     assert recorded.counts("no_step_calls", EventKind.REDUCE_SCATTER)["layers.0"] == 1
 
 
+@pytest.mark.slow
 def test_a_unit_used_twice_has_two_forwards(recorded: Recorded) -> None:
     assert recorded.counts("unit_used_twice", EventKind.FORWARD)["layers.0"] == 2
     assert recorded.counts("unit_used_twice", EventKind.BACKWARD)["layers.0"] == 2
     assert recorded.counts("unit_used_twice", EventKind.FORWARD)["layers.1"] == 1
 
 
+@pytest.mark.slow
 def test_nested_units_are_units_of_their_own(recorded: Recorded) -> None:
     gathers = recorded.counts("nested_units", EventKind.ALL_GATHER)
     assert {"layers.0", "layers.0.up"} <= set(gathers)
@@ -235,11 +234,13 @@ def test_nested_units_are_units_of_their_own(recorded: Recorded) -> None:
     assert outer[0] < inner[0] < inner[1] < outer[1]
 
 
+@pytest.mark.slow
 def test_a_model_may_have_no_root_unit(recorded: Recorded) -> None:
     assert "(root)" not in recorded.counts("no_root_unit", EventKind.ALL_GATHER)
     assert recorded.counts("no_root_unit", EventKind.ALL_GATHER)["embed"] == 1
 
 
+@pytest.mark.slow
 def test_frozen_units_are_gathered_and_never_reduced(recorded: Recorded) -> None:
     assert recorded.counts("frozen_blocks", EventKind.ALL_GATHER)["layers.0"] == 2
     assert "layers.0" not in recorded.counts("frozen_blocks", EventKind.REDUCE_SCATTER)
@@ -247,7 +248,12 @@ def test_frozen_units_are_gathered_and_never_reduced(recorded: Recorded) -> None
     assert (unit.num_trainable_parameters, unit.reduce_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["checkpointed_inside_fsdp", "checkpointed_outside_fsdp"])
+@pytest.mark.parametrize(
+    "name",
+    mark_slow(
+        ["checkpointed_inside_fsdp", "checkpointed_outside_fsdp"], but=["checkpointed_inside_fsdp"]
+    ),
+)
 def test_recomputation_is_not_a_second_forward(recorded: Recorded, name: str) -> None:
     for block in BLOCKS:
         assert recorded.counts(name, EventKind.FORWARD)[block] == 1
@@ -285,6 +291,7 @@ def test_the_root_stays_unsharded_through_evaluation_and_is_not_gathered_again(
     assert counts["layers.0"] == 1
 
 
+@pytest.mark.slow
 def test_structured_outputs_do_not_hide_a_unit(recorded: Recorded) -> None:
     for kind in (EventKind.FORWARD, EventKind.BACKWARD, EventKind.REDUCE_SCATTER):
         assert recorded.counts("structured_outputs", kind)["head"] == 1
@@ -326,6 +333,7 @@ def test_forward_prefetch_names_the_unit_that_issued_it(recorded: Recorded) -> N
     assert issued["layers.3"] == "layers.2"
 
 
+@pytest.mark.slow
 def test_a_collective_that_torch_replaced_is_wrapped_again(recorded: Recorded) -> None:
     for step in (1, 3, 4):
         events = recorded.events("torch_setter_called_later", step)
@@ -333,16 +341,19 @@ def test_a_collective_that_torch_replaced_is_wrapped_again(recorded: Recorded) -
         assert mask.sum() == 2, step
 
 
+@pytest.mark.slow
 def test_dtypes_are_those_of_the_messages(recorded: Recorded) -> None:
     unit = recorded.run("bf16_with_fp32_reduction").manifest.units[1]
     assert (unit.param_dtype, unit.reduce_dtype) == ("bfloat16", "float32")
     assert unit.reduce_bytes == 2 * unit.unsharded_bytes
 
 
+@pytest.mark.slow
 def test_offloading_is_noted(recorded: Recorded) -> None:
     assert all(unit.offload for unit in recorded.run("offloaded").manifest.units)
 
 
+@pytest.mark.slow
 def test_several_groups_in_a_module_are_units_with_names_of_their_own(recorded: Recorded) -> None:
     units = recorded.run("several_groups_in_a_module").manifest.units
     names = [unit.fqn for unit in units]
@@ -365,6 +376,7 @@ def test_hybrid_sharding_has_an_all_reduce_for_each_unit(recorded: Recorded) -> 
     assert roles == {"shard": [0, 1], "replicate": [0, 2]}
 
 
+@pytest.mark.slow
 def test_an_integer_reshard_gathers_over_the_smaller_group_in_backward(recorded: Recorded) -> None:
     run, events = recorded.run("integer_reshard_4"), recorded.events("integer_reshard_4")
     gathers = events.where((events.kind == EventKind.ALL_GATHER) & (events.unit == 1))
@@ -376,6 +388,7 @@ def test_an_integer_reshard_gathers_over_the_smaller_group_in_backward(recorded:
     assert run.manifest.units[1].reshard_after_forward == 2
 
 
+@pytest.mark.slow
 def test_tensor_parallel_collectives_are_beside_the_units(recorded: Recorded) -> None:
     counts = recorded.counts("tensor_parallel_4", EventKind.ALL_REDUCE)
     assert counts == {"-": 6}  # each of three blocks once in forward and once in backward

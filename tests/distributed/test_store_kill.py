@@ -11,6 +11,7 @@ from fsdp_inspect.store.compaction import compact_run
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
+from tests.cases import mark_slow
 from tests.store.appending_process import (
     appending_rank,
     assert_first_events,
@@ -24,7 +25,7 @@ INTERVAL_S = 0.2
 RANKS = (0, 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mark_slow(range(3), but=[0]))
 def test_all_ranks_killed_at_once_leave_a_run_that_opens_and_compacts(
     tmp_path: Path, seed: int
 ) -> None:

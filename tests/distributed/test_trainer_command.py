@@ -13,6 +13,7 @@ pytestmark = pytest.mark.distributed
 SHORT = ("--steps", "2", "--num-layers", "2", "--data", argparse.__file__)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_record_with_one_voice_and_no_warning(torchrun: Any, tmp_path: Path):
     done = torchrun("-m", "instrumented_trainer", *SHORT, "--name", "first", cwd=tmp_path)
     lines = done.stdout.splitlines()

@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_inspect import Plan
 from fsdp_inspect.store.reader import open_run
-from tests.cases import mark_slow
+from tests.cases import mark_slow, wants_slow
 from tests.distributed.trainer_driver import ON_2_RANKS, ON_4_RANKS, SLOW
 
 pytestmark = pytest.mark.distributed
@@ -42,8 +42,7 @@ def with_slow(names: Sequence[str]) -> list[Any]:
 
 def launch(request: pytest.FixtureRequest, cases: Iterable[str], folder: Path) -> Results:
     num_ranks, run_ranks = 2 if cases is ON_2_RANKS else 4, request.getfixturevalue("run_ranks")
-    are_wanted = any(item.get_closest_marker("slow") for item in request.session.items)
-    left_out = [] if are_wanted else [name for name in SLOW if name in cases]
+    left_out = [] if wants_slow(request) else SLOW
     run_ranks(DRIVER, folder, *left_out, num_ranks=num_ranks)
     results: Results = json.loads((folder / "results.json").read_text())
     return results
@@ -86,15 +85,15 @@ def test_a_mesh_changes_no_loss(four, two, case):
     assert four[case]["losses"] == pytest.approx(two["accumulation_every"]["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("case", ["accumulation_last", "accumulation_kept"])
+@pytest.mark.parametrize("case", with_slow(["accumulation_last", "accumulation_kept"]))
 def test_when_gradients_are_reduced_changes_no_loss(two, case):
     assert two[case]["losses"] == pytest.approx(two["accumulation_every"]["losses"], rel=1e-6)
 
 
-def test_bfloat16_learns_nearly_alike(two):
-    for case in ("bfloat16", "bfloat16_reduce"):
-        assert two[case]["losses"] == pytest.approx(two["default"]["losses"], rel=1e-3)
-        assert two[case]["losses"] != two["default"]["losses"]
+@pytest.mark.parametrize("case", with_slow(["bfloat16", "bfloat16_reduce"]))
+def test_bfloat16_learns_nearly_alike(two, case):
+    assert two[case]["losses"] == pytest.approx(two["default"]["losses"], rel=1e-3)
+    assert two[case]["losses"] != two["default"]["losses"]
 
 
 def units_with_parameters(plan: Results) -> list[Results]:
@@ -113,11 +112,12 @@ def test_the_model_is_sharded_as_the_settings_say(two, four, case):
     assert observed["notes"] == []
 
 
-@pytest.mark.parametrize("case", ["resume", "resume_offload_bfloat16", "resume_dropout"])
+@pytest.mark.parametrize("case", with_slow(["resume", "resume_offload_bfloat16", "resume_dropout"]))
 def test_a_resumed_run_on_2_ranks_goes_on_to_the_last_bit(two, case):
     assert_resumed(two[case])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_on_replicas_goes_on_to_the_last_bit(four):
     assert_resumed(four["resume_hsdp"])
 
@@ -128,6 +128,7 @@ def assert_resumed(result: Results) -> None:
     assert result["folders"] == ["step-000003", "step-000006"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_mesh_resumes_on_another(four):
     flat, resumed = four["other_mesh"]["flat"], four["other_mesh"]["resumed_as_hsdp"]
     assert list(resumed) == ["3", "4"]
@@ -146,10 +147,12 @@ def test_a_recorded_run_says_how_it_was_made(two):
     assert [record.num_steps for record in run.ranks] == [3, 3]
 
 
+@pytest.mark.slow
 def test_evaluation_changes_no_training_loss(two):
     assert two["evaluation"]["losses_with_evaluation"] == two["evaluation"]["losses"]
 
 
+@pytest.mark.slow
 def test_the_evaluation_loss_falls_while_training(two):
     losses = two["evaluation"]["evaluation"]
     assert losses["4"] < losses["2"] < 5.6
@@ -161,6 +164,7 @@ def test_a_plan_observed_on_one_run_gives_the_same_run_from_its_file(two):
     assert result["losses_by_plan"] == result["losses"]
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_tiny_preset_falls_visibly(two):
     losses = two["tiny"]["losses"]
     assert losses[0] > 5.5  # a random guess among 256 bytes gives 5.55

@@ -24,6 +24,7 @@ from fsdp_inspect.trace.codes import (
 )
 from fsdp_inspect.trace.run import RunStatus, Unit
 from fsdp_inspect.trace.sharders import FSDP1
+from tests.cases import mark_others, wants_slow
 from tests.conftest import Torchrun
 from tests.distributed import hooked_ddp
 from tests.distributed.recorded import Recorded
@@ -44,50 +45,46 @@ AS_IN_FLIGHT_RECORDER = {
     EventKind.ALL_REDUCE: "gloo:all_reduce",
     EventKind.BROADCAST: "gloo:broadcast",
 }
-DDP_SCENARIOS = [name for name in SCENARIOS if name.startswith("ddp")]
+WITH_BUCKETS = [name for name in SCENARIOS if name.startswith("ddp") and "comm_hook" not in name]
 COMM_HOOK = (
     "The model has the communication hook fp16_compress_hook: its collectives are recorded, but "
     "not by bucket."
 )
 FSDP1_SCENARIOS = [name for name in SCENARIOS if name.startswith("fsdp1")]
+QUICK = (
+    *("fsdp1_full_shard", "fsdp1_mixed_precision", "fsdp1_forward_prefetch", "fsdp1_no_sync"),
+    *("ddp_small_buckets_3", "ddp_no_sync_3", "ddp_comm_hook_3"),
+)
+"""The scenarios of `make test`."""
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Recorded:
+def recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun
+) -> Recorded:
     folder = tmp_path_factory.mktemp("wrapped")
-    for num_ranks in sorted(set(map(num_ranks_of, SCENARIOS))):
-        run_ranks(DRIVER, folder, num_ranks=num_ranks)
+    names = [*SCENARIOS] if wants_slow(request) else QUICK
+    for num_ranks in sorted(set(map(num_ranks_of, names))):
+        run_ranks(DRIVER, folder, *names, num_ranks=num_ranks)
     return Recorded(folder)
 
 
 # --- the training is unchanged
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_losses_are_identical_to_the_last_bit(recorded: Recorded, name: str) -> None:
-    result = recorded.result(name)
-    assert len(result["bare"]["losses"]) == STEPS
-    assert result["recorded"]["losses"] == result["bare"]["losses"]
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_the_recorder_issues_no_collective(recorded: Recorded, name: str) -> None:
-    result = recorded.result(name)
-    assert result["bare"]["collectives"]
-    assert result["recorded"]["collectives"] == result["bare"]["collectives"]
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_hooks_methods_and_functions_are_restored(recorded: Recorded, name: str) -> None:
-    assert recorded.result(name)["recorded"]["changed"] == []
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_the_recording_is_complete_and_without_problems(recorded: Recorded, name: str) -> None:
+@pytest.mark.parametrize("name", mark_others(SCENARIOS, QUICK))
+def test_the_training_is_unchanged_and_its_recording_complete(
+    recorded: Recorded, name: str
+) -> None:
     result, run = recorded.result(name), recorded.run(name)
-    assert result["recorded"]["was_recording"]
+    bare, traced = result["bare"], result["recorded"]
+    assert len(bare["losses"]) == STEPS
+    assert traced["losses"] == bare["losses"]
+    assert traced["collectives"] == bare["collectives"] != []
+    assert traced["changed"] == []  # hooks, methods and functions
+    assert traced["was_recording"]
     assert result["warnings"] == []
-    assert result["recorded"]["problems"] == ([COMM_HOOK] if "comm_hook" in name else [])
+    assert traced["problems"] == ([COMM_HOOK] if "comm_hook" in name else [])
     assert run.status is RunStatus.COMPLETE
     assert [record.num_steps for record in run.ranks] == [STEPS] * run.manifest.world_size
     assert run.manifest.sharder == name.partition("_")[0]
@@ -106,7 +103,7 @@ def test_messages_that_threads_of_gloo_free_do_not_block_the_training(
 # --- counts and bytes
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", mark_others(SCENARIOS, QUICK))
 def test_collectives_are_those_of_the_flight_recorder(recorded: Recorded, name: str) -> None:
     events = recorded.events(name)
     found = Counter(
@@ -129,7 +126,7 @@ def test_the_broadcasts_of_new_buckets_are_recorded_in_the_step_that_makes_them(
         assert all(num_bytes > 0 for num_bytes in events.bytes.tolist())
 
 
-@pytest.mark.parametrize("name", FSDP1_SCENARIOS)
+@pytest.mark.parametrize("name", mark_others(FSDP1_SCENARIOS, QUICK))
 def test_messages_are_as_large_as_the_unit_says(recorded: Recorded, name: str) -> None:
     events, units = recorded.events(name), recorded.run(name).manifest.units
     chosen = events.where(events.unit != NO_UNIT)
@@ -169,12 +166,14 @@ def test_full_shard_gathers_each_block_twice_and_the_root_once(recorded: Recorde
     assert reductions == {"(root)": 1, **blocks}
 
 
+@pytest.mark.slow
 def test_shard_grad_op_gathers_each_unit_once(recorded: Recorded) -> None:
     gathers = recorded.counts("fsdp1_shard_grad_op", EventKind.ALL_GATHER)
     assert gathers == {"(root)": 1, "layers.0": 1, "layers.1": 1, "layers.2": 1}
     assert recorded.unit("fsdp1_shard_grad_op", "layers.0").reshard_after_forward is False
 
 
+@pytest.mark.slow
 def test_no_shard_only_all_reduces_each_unit(recorded: Recorded) -> None:
     assert recorded.counts("fsdp1_no_shard", EventKind.ALL_GATHER) == {}
     assert recorded.counts("fsdp1_no_shard", EventKind.ALL_REDUCE) == {
@@ -193,6 +192,7 @@ def test_no_sync_gathers_in_both_microbatches_and_reduces_in_the_last(recorded: 
     assert counts[EventKind.REDUCE_SCATTER] == {1: 4}
 
 
+@pytest.mark.slow
 def test_a_frozen_unit_is_gathered_and_not_reduced(recorded: Recorded) -> None:
     frozen = recorded.unit("fsdp1_frozen", "layers.1")
     assert (frozen.reduce_bytes, frozen.num_trainable_parameters) == (0, 0)
@@ -209,6 +209,7 @@ def test_mixed_precision_gathers_in_bfloat16_and_reduces_in_float32(recorded: Re
     assert recorded.counts("fsdp1_full_shard", EventKind.ALL_GATHER_COPY_IN) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp1_hybrid_4", "fsdp1_hybrid_grad_op_4"])
 def test_hybrid_sharding_reduces_each_unit_within_and_between_the_shards(
     recorded: Recorded, name: str
@@ -235,8 +236,10 @@ def _prefetched(recorded: Recorded, name: str, phase: Phase) -> set[str]:
     ("name", "forward", "backward"),
     [
         ("fsdp1_full_shard", set(), {"layers.0", "layers.1", "layers.2"}),
-        ("fsdp1_without_prefetch", set(), set()),
-        ("fsdp1_late_backward_prefetch", set(), {"layers.0", "layers.1"}),
+        pytest.param("fsdp1_without_prefetch", set(), set(), marks=pytest.mark.slow),
+        pytest.param(
+            "fsdp1_late_backward_prefetch", set(), {"layers.0", "layers.1"}, marks=pytest.mark.slow
+        ),
         (
             "fsdp1_forward_prefetch",
             {"layers.0", "layers.1", "layers.2"},
@@ -261,7 +264,7 @@ def test_the_settings_of_the_wrapper_are_observed(recorded: Recorded) -> None:
 # --- spans and memory
 
 
-@pytest.mark.parametrize("name", FSDP1_SCENARIOS)
+@pytest.mark.parametrize("name", mark_others(FSDP1_SCENARIOS, QUICK))
 def test_each_unit_has_a_forward_and_a_backward_per_microbatch(
     recorded: Recorded, name: str
 ) -> None:
@@ -288,6 +291,7 @@ def test_memory_of_full_shard_is_that_of_its_shards(recorded: Recorded) -> None:
     assert peak["unsharded_parameter"] == (REST + 2 * BLOCK) * 4
 
 
+@pytest.mark.slow
 def test_memory_of_no_shard_is_that_of_whole_parameters(recorded: Recorded) -> None:
     peak = _memory(recorded, "fsdp1_no_shard")
     assert peak["sharded_parameter"] == (REST + 3 * BLOCK) * 4
@@ -301,7 +305,7 @@ def _buckets(recorded: Recorded, name: str) -> list[Unit]:
     return recorded.run(name).manifest.units
 
 
-@pytest.mark.parametrize("name", [name for name in DDP_SCENARIOS if "comm_hook" not in name])
+@pytest.mark.parametrize("name", mark_others(WITH_BUCKETS, QUICK))
 def test_each_bucket_is_reduced_once_in_order(recorded: Recorded, name: str) -> None:
     events, units = recorded.events(name), _buckets(recorded, name)
     mask = (events.kind == EventKind.ALL_REDUCE) & (events.unit != NO_UNIT)
@@ -321,6 +325,7 @@ def test_buckets_hold_all_parameters_in_the_order_of_their_gradients(recorded: R
     assert recorded.run("ddp_small_buckets_3").manifest.mesh == {"replicate": 3}
 
 
+@pytest.mark.slow
 def test_a_large_bucket_holds_the_whole_model(recorded: Recorded) -> None:
     [unit] = _buckets(recorded, "ddp_one_bucket_3")
     assert (unit.num_parameters, unit.modules) == (REST + 3 * BLOCK, [""])
@@ -335,6 +340,7 @@ def test_buckets_of_the_first_steps_are_recorded_without_a_unit(recorded: Record
     )
 
 
+@pytest.mark.slow
 def test_the_map_of_used_parameters_belongs_to_no_bucket(recorded: Recorded) -> None:
     events = recorded.events("ddp_unused_parameters_3")
     without = events.where((events.kind == EventKind.ALL_REDUCE) & (events.unit == NO_UNIT))
@@ -357,7 +363,7 @@ def test_collectives_of_a_communication_hook_have_no_bucket(recorded: Recorded) 
     assert reductions.bytes.sum() == (REST + 3 * BLOCK) * 2
 
 
-@pytest.mark.parametrize("name", [name for name in DDP_SCENARIOS if "comm_hook" not in name])
+@pytest.mark.parametrize("name", mark_others(WITH_BUCKETS, QUICK))
 def test_the_wait_for_a_bucket_ends_with_it_and_after_the_bucket_before(
     recorded: Recorded, name: str
 ) -> None:
@@ -383,7 +389,7 @@ def test_the_wait_for_a_bucket_ends_with_it_and_after_the_bucket_before(
     ("name", "kept"),
     [
         ("ddp_small_buckets_3", MemoryCategory.REDUCE_SCATTER_BUFFER),
-        ("ddp_bucket_views_3", MemoryCategory.SHARDED_GRADIENT),
+        pytest.param("ddp_bucket_views_3", MemoryCategory.SHARDED_GRADIENT, marks=pytest.mark.slow),
     ],
 )
 def test_the_buckets_are_kept_between_steps_as_buffers_or_as_gradients(

@@ -1,6 +1,6 @@
 """Train models wrapped with FSDP1 or DDP for the recorder, on gloo ranks in one launch.
 
-    torchrun --nproc-per-node 2 wrapped_scenarios.py OUTPUT_FOLDER
+    torchrun --nproc-per-node 2 wrapped_scenarios.py OUTPUT_FOLDER [SCENARIO...]
 
 Each scenario trains twice from the same seed, without and with a recorder. torch's flight recorder
 counts the collectives of the last step of each training, independently of the recorder.
@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -352,16 +352,16 @@ def train(chosen: Scenario, path: Path | None) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: Sequence[str]) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     dist.init_process_group("gloo")
-    for name, make in SCENARIOS.items():
+    for name in names or SCENARIOS:
         if num_ranks_of(name) != dist.get_world_size():
             continue
         result: dict[str, Any] = {}
         for kind, path in (("bare", None), ("recorded", folder / name)):
             torch.manual_seed(0)
-            chosen = make()
+            chosen = SCENARIOS[name]()
             with collected_warnings() as found:
                 result[kind] = train(chosen, path)
             result["warnings"] = found
@@ -372,4 +372,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_inspect.recording.black_box_keeper import EXPLAINED_FILE, LOCK_FILE, take_lock
 from tests.browser.states import write_crashed
-from tests.cases import mark_slow
+from tests.forked_process import ForkedProcess
 
 from .ending_script import ENDS
 from .running import (
@@ -36,7 +36,6 @@ _MOST_LOAD = 0.75
 """Runnable processes for each processor before the test, above which times are not judged."""
 _MOST_PRESSURE = 10.0
 """The same for the percentage of the last 10 s in which a runnable process had no processor."""
-_GUARD = [("two-errors", "recorder")]
 _CASES = [(name, how) for name in ENDS if name != "hang" for how in ("recorder", "launcher")]
 _EXPLAINED = (
     *("exception", "exception-on-rank-0", "exception-in-first-step", "exception-in-forward"),
@@ -66,8 +65,9 @@ def is_busy() -> bool:
     return float(pressure.split("avg10=")[1].split()[0]) > _MOST_PRESSURE
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", mark_slow(_CASES, but=_GUARD), ids=" ".join)
+@pytest.mark.parametrize("case", _CASES, ids=" ".join)
 def test_an_end_is_as_without_the_recorder(case: tuple[str, Recorded], tmp_path: Path) -> None:
     (name, how), differences, plain_s = case, [], 0.0
     for pair in range(_TRIES):
@@ -164,12 +164,7 @@ def test_if_the_process_that_explains_is_killed_the_next_one_explains(
     claimed: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    with (tmp_path / "stderr").open("w") as stderr:
-        subprocess.run(
-            [sys.executable, "-c", _WAITS_FOR_LOCK, str(run)],
-            stderr=stderr, check=True, timeout=120,
-        )  # fmt: skip
-    waiting = _keeper_of(run)
+    waiting = wait_for_lock(run)
     time.sleep(0.5)
     assert waiting.is_running()
     assert "diagnose" not in waiting.cmdline()
@@ -181,14 +176,19 @@ def test_if_the_process_that_explains_is_killed_the_next_one_explains(
     assert (tmp_path / "stderr").read_text().count("fsdp_inspect: ") == 1
 
 
+def wait_for_lock(run: Path) -> psutil.Process:
+    """The process that waits for the right to explain a run; its stderr is in a file beside it."""
+    script = run.with_name("waits_for_lock.py")
+    script.write_text(_WAITS_FOR_LOCK)
+    with run.with_name("stderr").open("w") as stderr:
+        command = [sys.executable, script, run]
+        assert ForkedProcess(command, stdout=stderr, stderr=stderr).wait(120) == 0
+    return _keeper_of(run)
+
+
 def test_nothing_is_explained_twice(claimed: subprocess.Popen[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with (tmp_path / "stderr").open("w") as stderr:
-        subprocess.run(
-            [sys.executable, "-c", _WAITS_FOR_LOCK, str(run)],
-            stderr=stderr, check=True, timeout=120,
-        )  # fmt: skip
-    waiting = _keeper_of(run)
+    waiting = wait_for_lock(run)
 
     (run / "attempt-000" / EXPLAINED_FILE).touch()
 

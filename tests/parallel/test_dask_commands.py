@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.store.folder import rank_folder
+from tests.cases import mark_slow
 from tests.conftest import Ended, Invoke, Torchrun
 from tests.parallel.cluster import Cluster, files_of
 from tests.store.run_files import write_run
@@ -44,7 +45,7 @@ def assert_same_output(invoke: Invoke, cluster: Cluster, *command: object) -> En
     return alone
 
 
-@pytest.mark.parametrize("form", [(), ("--json",)])
+@pytest.mark.parametrize("form", mark_slow([(), ("--json",)], but=[("--json",)]))
 def test_summary_of_an_unfinished_run_is_that_of_one_process(
     invoke: Invoke, cluster: Cluster, unfinished: str, form: tuple[str, ...]
 ) -> None:
@@ -59,6 +60,7 @@ def test_diagnosis_of_an_unfinished_run_is_that_of_one_process(
     assert_same_output(invoke, cluster, "diagnose", unfinished, "--json")
 
 
+@pytest.mark.slow
 def test_advice_is_that_of_one_process(invoke: Invoke, cluster: Cluster) -> None:
     ended = assert_same_output(invoke, cluster, "advise", SAMPLE, "--json")
     assert ended.code == 0, ended.err
@@ -113,6 +115,7 @@ def test_tune_reports_an_unusable_cluster_before_any_training(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_compacted_files_are_those_of_one_process_although_a_worker_is_killed_while_it_writes(
     cluster: Cluster, tmp_path: Path
 ) -> None:

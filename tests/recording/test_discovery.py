@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -21,13 +20,9 @@ from fsdp_inspect.recording.discovery import NO_GRADIENTS, NOT_SHARDED, RECORDS_
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.sharders import DDP, FSDP1
+from tests.cases import mark_slow
 
-
-@pytest.fixture(autouse=True)
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Launched:
@@ -277,7 +272,7 @@ def compile_and_train(model: nn.Module, *, evaluate_first: bool) -> tuple[nn.Mod
     return compiled, len(graphs)
 
 
-@pytest.mark.parametrize("evaluate_first", [False, True])
+@pytest.mark.parametrize("evaluate_first", mark_slow([False, True], but=[True]))
 def test_a_compiled_model_is_found_without_a_warning_and_without_more_graphs(
     tmp_path: Path, evaluate_first: bool
 ) -> None:

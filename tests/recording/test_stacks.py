@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.store.schema import CRASH_FILE
-from tests.cases import mark_slow
 
 CRASHED = "Fatal Python error: Aborted"
 SCRIPT = """
@@ -68,7 +67,8 @@ def diagnosis_of(run: Path) -> str:
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the keeper needs Linux")
 
 
-@pytest.mark.parametrize("handler", mark_slow(("none", "record", "environment"), but=("record",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("handler", ["none", "record", "environment"])
 def test_the_stacks_of_a_crash_are_in_the_run_and_where_they_would_be_without_the_recorder(
     tmp_path: Path, handler: str
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_handler_with_a_file_of_its_own_stays_and_a_crash_is_not_ruled_out(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("handler", mark_slow(("record", "environment"), but=("environment",)))
+@pytest.mark.parametrize("handler", ["record", "environment"])
 def test_after_the_recording_stacks_go_to_stderr_again(tmp_path: Path, handler: str) -> None:
     stderr = crash(tmp_path, handler, "after")
 

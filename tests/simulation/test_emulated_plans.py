@@ -63,7 +63,6 @@ WRAPS = {
     "split": SPLIT,
     "one unit": "root",
 }
-QUICK_WRAPS = [("with the rest in the root", "by two"), ("one unit", "with the rest in the root")]
 LARGE_VOCABULARY = {"vocab_size": 2048, "seq_len": 128}
 """With it, memory has its peak in the loss, outside of all units."""
 
@@ -100,14 +99,15 @@ def predicted_peak(run: StoredRun, changes: Changes) -> int | None:
     return simulate_plan(run, wanted).predicted.peak_bytes
 
 
-@pytest.mark.parametrize("name", mark_slow(PLANS, but=("in pairs, by two", "checkpointed")))
+@pytest.mark.parametrize("name", mark_slow(PLANS, but=("in pairs, by two",)))
 def test_the_peak_of_another_plan_is_predicted(recorded: Recorded, name: str):
     settings, changes = PLANS[name]
     measured = measure_work(recorded(**settings)).peak_bytes
     assert predicted_peak(recorded(), changes) == pytest.approx(measured, abs=OUTSIDE_OF_UNITS)
 
 
-@pytest.mark.parametrize("wraps", mark_slow(product(WRAPS, WRAPS), but=QUICK_WRAPS), ids="-".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("wraps", [*product(WRAPS, WRAPS)], ids="-".join)
 def test_the_loss_and_the_code_between_units_hold_memory_too(
     recorded: Recorded, wraps: tuple[str, str]
 ):
@@ -118,7 +118,8 @@ def test_the_loss_and_the_code_between_units_hold_memory_too(
     assert found == pytest.approx(measure_work(other).peak_bytes, abs=OUTSIDE_OF_UNITS)
 
 
-@pytest.mark.parametrize("planned", mark_slow(WRAPS, but=("block",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("planned", WRAPS)
 def test_one_unit_tells_what_its_parts_hold(recorded: Recorded, planned: str):
     """The work of a norm before it uses its weight counts for the part before: inexact."""
     found = simulate_plan(recorded(wrap="root"), observed_plan(recorded(wrap=WRAPS[planned])))
@@ -126,16 +127,19 @@ def test_one_unit_tells_what_its_parts_hold(recorded: Recorded, planned: str):
     assert found.predicted.peak_bytes == pytest.approx(measured, rel=0.005)
 
 
+@pytest.mark.slow
 def test_a_run_in_smaller_groups_predicts_the_peak_without_them(recorded: Recorded):
     found = predicted_peak(recorded(**IN_NODE), Changes(reshard_after_forward=True))
     measured = measure_work(recorded()).peak_bytes
     assert found == pytest.approx(measured, abs=OUTSIDE_OF_UNITS)
 
 
+@pytest.mark.slow
 def test_a_run_with_checkpointing_does_not_tell_the_peak_without(recorded: Recorded):
     assert predicted_peak(recorded(**FULL), Changes(checkpointing="none")) is None
 
 
+@pytest.mark.slow
 def test_parameters_are_kept_between_the_microbatches_of_a_step_and_not_beyond(
     recorded: Recorded,
 ):

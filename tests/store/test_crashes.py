@@ -13,6 +13,7 @@ import pytest
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
+from tests.cases import mark_slow
 from tests.store.appending_process import (
     appending_rank,
     assert_first_events,
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 INTERVAL_S = 0.1
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mark_slow(range(5), but=[0]))
 def test_killed_four_times_at_random_moments_every_run_opens(tmp_path: Path, seed: int) -> None:
     choose = random.Random(seed)
     runs = [tmp_path / str(number) for number in range(4)]

@@ -85,6 +85,7 @@ def test_summary_reads_neither_events_nor_memory(remote: str, proxy: FaultyProxy
     assert "summary.parquet" in asked
 
 
+@pytest.mark.slow
 def test_records_of_many_ranks_take_one_request(
     proxy: FaultyProxy, s3_bucket: str, tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def test_records_of_many_ranks_take_one_request(
     assert (asked.count(RECORDS_FILE), asked.count(RANK_FILE)) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_record_that_changed_is_read_from_its_own_file(
     proxy: FaultyProxy, s3_bucket: str, tmp_path: Path
 ) -> None:
@@ -138,6 +140,7 @@ def test_latency_and_failures_change_no_result(
     assert proxy.num_failed > 0
 
 
+@pytest.mark.slow
 def test_runs_are_listed_newest_first(proxy: FaultyProxy, s3_bucket: str, tmp_path: Path) -> None:
     for number, name in enumerate(("old", "new")):
         folder = tmp_path / name
@@ -178,6 +181,7 @@ def test_missing_credentials_are_explained(
         open_run("s3://bucket/run")
 
 
+@pytest.mark.slow
 def test_unreachable_endpoint_is_explained(
     s3_environment: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +190,7 @@ def test_unreachable_endpoint_is_explained(
         open_run("s3://bucket/run")
 
 
+@pytest.mark.slow
 def test_missing_bucket_and_missing_run_are_told_apart(proxy: FaultyProxy, s3_bucket: str) -> None:
     with pytest.raises(StoreError, match=rf"bucket '{MISSING_NAME}' not found"):
         open_run(f"s3://{MISSING_NAME}/run")
@@ -193,6 +198,7 @@ def test_missing_bucket_and_missing_run_are_told_apart(proxy: FaultyProxy, s3_bu
         open_run(f"{s3_bucket}/nothing")
 
 
+@pytest.mark.slow
 def test_listing_that_lags_is_requested_again(
     remote: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from fsdp_inspect import Recorder, forecast_memory
 from fsdp_inspect.cli import main
 from fsdp_inspect.emulation.network import Link, Specification
 from fsdp_inspect.emulation.process import emulate
+from tests.cases import mark_others, wants_slow
 from tests.comparison.gate import changed_models
 from tests.comparison.gate.changed_models import build
 
@@ -93,6 +94,13 @@ REGRESSIONS = {
     ),
 }
 HARMLESS = ("nothing", "renamed", "reordered", "other seed")
+QUICK = ("nothing", "other seed", "not resharded", "kept activation")
+"""The plants of `make test`."""
+
+
+def plants(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The plants that the tests of this session need."""
+    return (*HARMLESS, *REGRESSIONS) if wants_slow(request) else QUICK
 
 
 def line_with(text: str) -> int:
@@ -163,7 +171,7 @@ def record(path: Path, plant: str) -> None:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of each plant, and `baseline.json` of the run without a plant."""
     runs = tmp_path_factory.mktemp("planted")
-    for plant in (*HARMLESS, *REGRESSIONS):
+    for plant in plants(request):
         request.param(runs / plant.replace(" ", "-"), plant)
     written = check(runs / "nothing", "--baseline", runs / "baseline.json", "--update")
     assert written.code == 0
@@ -171,15 +179,15 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, Ended]:
+def results(request: pytest.FixtureRequest, folder: Path) -> dict[str, Ended]:
     baseline = folder / "baseline.json"
     return {
         plant: check(folder / plant.replace(" ", "-"), "--baseline", baseline, "--json")
-        for plant in (*HARMLESS, *REGRESSIONS)
+        for plant in plants(request)
     }
 
 
-@pytest.mark.parametrize("plant", REGRESSIONS)
+@pytest.mark.parametrize("plant", mark_others(REGRESSIONS, QUICK))
 def test_a_planted_regression_is_found_and_nothing_else_is_blamed(
     results: dict[str, Ended], plant: str
 ) -> None:
@@ -204,6 +212,7 @@ def test_a_planted_regression_is_found_and_nothing_else_is_blamed(
         assert any(cause in words for words in verdict["causes"]), verdict["causes"]
 
 
+@pytest.mark.slow
 def test_a_leak_is_seen_in_what_the_step_leaves(results: dict[str, Ended]) -> None:
     leaves = [
         plant
@@ -214,7 +223,7 @@ def test_a_leak_is_seen_in_what_the_step_leaves(results: dict[str, Ended]) -> No
     assert leaves == ["leak", "optimizer state", "buffer"]
 
 
-@pytest.mark.parametrize("plant", HARMLESS)
+@pytest.mark.parametrize("plant", mark_others(HARMLESS, QUICK))
 def test_a_harmless_change_passes(results: dict[str, Ended], plant: str) -> None:
     ended = results[plant]
 
@@ -234,7 +243,7 @@ def test_the_message_says_by_how_much_where_and_why(folder: Path) -> None:
     assert f"changed_models.py:{line_with('self.kept.append')}" in words
 
 
-@pytest.mark.parametrize("plant", ["kept activation", "leak"])
+@pytest.mark.parametrize("plant", mark_others(["kept activation", "leak"], QUICK))
 def test_the_line_that_allocates_more_is_named_and_no_other(
     results: dict[str, Ended], plant: str
 ) -> None:
@@ -250,11 +259,13 @@ def test_the_line_that_allocates_more_is_named_and_no_other(
     assert line["bytes"] == 64 * KIB
 
 
+@pytest.mark.slow
 def test_memory_from_before_the_recording_has_no_line(results: dict[str, Ended]) -> None:
     assert results["buffer"].verdict["growth"][0]["category"] == "buffer"
     assert results["buffer"].verdict["lines"] == []
 
 
+@pytest.mark.slow
 def test_the_line_of_dropout_is_told_from_that_of_a_block_which_is_only_now_in_the_peak(
     results: dict[str, Ended],
 ) -> None:

@@ -39,7 +39,6 @@ from fsdp_inspect.importing.snapshot_timeline import Timeline
 
 Int64Array = NDArray[np.int64]
 
-_TAKEN = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 _RETURNED = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 _EXPANDABLE = (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
 _TEXT_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -65,12 +64,6 @@ class AllocatorReplay:
     modelled_split_bytes: int
     same_blocks: bool
     """Whether all segments at the end have the same sizes, with the same sizes of blocks."""
-
-    @property
-    def peak_error_ratio(self) -> float:
-        """The modelled peak relative to the measured one, minus 1."""
-        peak = int(self.measured.max(initial=0))
-        return int(self.modelled.max(initial=0)) / peak - 1 if peak else 0.0
 
     @property
     def largest_error_bytes(self) -> int:

@@ -48,6 +48,7 @@ def test_predicted_reserved_memory_is_within_2_percent_of_torchtitans(
     assert reserved.peak_reserved_bytes / GIB == pytest.approx(published_gib, rel=0.02)
 
 
+@pytest.mark.slow
 def test_keeping_every_matrix_product_adds_those_that_torchtitan_computes_again(
     tmp_path: Path,
 ) -> None:

@@ -135,6 +135,7 @@ def test_compiled_blocks_save_what_the_compiler_saves(fullgraph: bool, tmp_path:
     assert torch.compiler.is_compiling() is False
 
 
+@pytest.mark.slow
 def test_regions_that_fail_to_compile_run_as_eager_code_and_a_note_has_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

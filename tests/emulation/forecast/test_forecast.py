@@ -21,7 +21,7 @@ from tests.cases import chosen_cases, mark_slow
 from tests.distributed.memory_plans import MODEL, PLANS, describe, train_plans
 
 WORLD_SIZE = 4
-QUICK = ("block", "every_2", "accumulated", "half", "recomputed", "hsdp")
+QUICK = ("half", "recomputed")
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +121,7 @@ def test_two_forecasts_are_alike_to_the_byte(tmp_path: Path) -> None:
     assert describe(open_run(first).memory(0)) == describe(open_run(second).memory(0))
 
 
+@pytest.mark.slow
 def test_fewer_ranks_hold_more(tmp_path: Path) -> None:
     peaks = [
         measure_memory(

@@ -19,15 +19,7 @@ from tests.cases import mark_slow
 from tests.emulation.forecast import plain_models
 
 WORLD_SIZE = 4
-QUICK = (
-    plain_models.tied_weights,
-    plain_models.experts_in_float32,
-    plain_models.mixed_precision,
-    plain_models.frozen,
-    plain_models.several_groups_in_a_module,
-    plain_models.checkpointed_by_function,
-    plain_models.optimizer_in_backward,
-)
+QUICK = (plain_models.experts_in_float32, plain_models.optimizer_in_backward)
 FREE = Link(bandwidth_bytes_per_s=float("inf"), latency_ns=0)
 Build = Callable[[], ForecastTarget]
 
@@ -112,6 +104,7 @@ def test_what_is_offloaded_is_not_the_devices_memory(tmp_path: Path) -> None:
     assert open_run(tmp_path / "kept").manifest.host_memory.offloaded_bytes == 0
 
 
+@pytest.mark.slow
 def test_on_a_cpu_offloading_moves_nothing(tmp_path: Path) -> None:
     kept = forecast(plain_models.plain, tmp_path / "kept", "cpu")
     offloaded = forecast(plain_models.offloaded, tmp_path / "offloaded", "cpu")
@@ -120,6 +113,7 @@ def test_on_a_cpu_offloading_moves_nothing(tmp_path: Path) -> None:
     assert open_run(tmp_path / "offloaded").manifest.host_memory is None
 
 
+@pytest.mark.slow
 def test_code_that_says_cuda_is_forecast_like_code_that_does_not(tmp_path: Path) -> None:
     before = torch.cuda.set_device, torch.autocast.__init__, dist.init_process_group
 

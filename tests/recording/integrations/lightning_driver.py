@@ -1,10 +1,10 @@
 """Train a small module with the real Lightning on two gloo ranks; run under torchrun.
 
-    torchrun --nproc-per-node 2 lightning_driver.py OUTPUT_FOLDER
+    torchrun --nproc-per-node 2 lightning_driver.py OUTPUT_FOLDER PACKAGE...
 
-ModelParallelStrategy also shards on CPU. The script trains with `pytorch_lightning`, then with
-`lightning`, which is another package with its own `Callback`. Each trains without the callback,
-with it, and into an exception.
+ModelParallelStrategy also shards on CPU. The packages are `pytorch_lightning` and
+`lightning.pytorch`, which has its own `Callback`. The script trains with each package without the
+callback, with it, and into an exception.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def train(package: Any, *callbacks: Any, failing: bool = False) -> list[float]:
     return module.losses
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *packages: str) -> None:
     result = {}
-    for name in ("pytorch_lightning", "lightning.pytorch"):
+    for name in packages:
         package = import_module(name)
         runs = folder / name
         without = train(package)
@@ -105,5 +105,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
     release_process_groups()

@@ -12,6 +12,7 @@ from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable
+from tests.cases import mark_slow, wants_slow
 from tests.conftest import Torchrun
 
 pytestmark = pytest.mark.distributed
@@ -22,13 +23,15 @@ STEPS = 5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Path:
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun
+) -> Path:
     folder = tmp_path_factory.mktemp("lightning")
-    run_ranks(DRIVER, folder)
+    run_ranks(DRIVER, folder, *(PACKAGES if wants_slow(request) else PACKAGES[1:]))
     return folder
 
 
-@pytest.fixture(scope="module", params=PACKAGES)
+@pytest.fixture(scope="module", params=mark_slow(PACKAGES, but=PACKAGES[1:]))
 def package(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -12,6 +12,7 @@ import pytest
 from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.run import RunStatus
+from tests.cases import wants_slow
 from tests.conftest import Torchrun
 
 pytestmark = pytest.mark.distributed
@@ -28,9 +29,12 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Trained:
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun
+) -> Trained:
     folder = tmp_path_factory.mktemp("trainer")
-    return Trained(folder, run_ranks(DRIVER, folder, str(STEPS), check=False))
+    fsdp1 = ["fsdp1"] if wants_slow(request) else []
+    return Trained(folder, run_ranks(DRIVER, folder, str(STEPS), *fsdp1, check=False))
 
 
 def test_losses_and_gradients_are_identical_to_the_last_bit(trained: Trained) -> None:
@@ -85,6 +89,7 @@ def test_training_arguments_are_the_configuration(trained: Trained) -> None:
     assert config["max_steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_the_option_fsdp_of_the_trainer_is_recorded_with_fsdp1(trained: Trained) -> None:
     result = json.loads((trained.folder / "result.json").read_text())
     run = open_run(trained.folder / "fsdp1")

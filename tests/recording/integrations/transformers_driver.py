@@ -1,11 +1,11 @@
 """Train a tiny Llama with the real Trainer on two gloo ranks; run under torchrun.
 
-    torchrun --nproc-per-node 2 transformers_driver.py OUTPUT_FOLDER STEPS
+    torchrun --nproc-per-node 2 transformers_driver.py OUTPUT_FOLDER STEPS [fsdp1]
 
 Transformers shards the model with FSDP2, also on CPU. The Trainer's other way, the option `fsdp`,
 uses Accelerate, which shards on accelerators only. The script trains three times from the same
-weights: without the callback, with it, and into an exception. Before that, it trains twice with the
-option `fsdp` and FSDP1.
+weights: without the callback, with it, and into an exception. Before that, with the word `fsdp1`,
+it trains twice with the option `fsdp` and FSDP1.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def train_with_fsdp1(folder: Path, *callbacks: TrainerCallback) -> list[dict[str
     )
 
 
-def main(folder: Path, steps: int) -> None:
+def main(folder: Path, steps: int, *, with_fsdp1: bool) -> None:
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         torch.manual_seed(0)
@@ -123,12 +123,11 @@ def main(folder: Path, steps: int) -> None:
         )
         LlamaForCausalLM(config).save_pretrained(folder / "llama")
     dist.barrier()
-    fsdp1 = {
-        "fsdp1_without": train_with_fsdp1(folder),
-        "fsdp1_with": train_with_fsdp1(
-            folder, FsdpInspectCallback(path=folder / "fsdp1", **OPTIONS)
-        ),
-    }
+    fsdp1 = {}
+    if with_fsdp1:
+        fsdp1["fsdp1_without"] = train_with_fsdp1(folder)
+        callback = FsdpInspectCallback(path=folder / "fsdp1", **OPTIONS)
+        fsdp1["fsdp1_with"] = train_with_fsdp1(folder, callback)
     without = train(folder, steps)
     recorded = train(folder, steps, FsdpInspectCallback(path=folder / "run", **OPTIONS))
     if dist.get_rank() == 0:
@@ -139,4 +138,4 @@ def main(folder: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), with_fsdp1=sys.argv[3:] == ["fsdp1"])

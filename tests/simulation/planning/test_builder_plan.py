@@ -112,6 +112,7 @@ def test_a_value_that_the_builder_refuses_is_left_out_with_the_reason(forecasts)
     assert answer.plan.unit("blocks.0").reshard_after_forward
 
 
+@pytest.mark.slow
 def test_a_batch_needs_microbatches_or_the_right_number_of_sequences(forecasts):
     machine = make_machine("h100-nvlink")
 
@@ -123,6 +124,7 @@ def test_a_batch_needs_microbatches_or_the_right_number_of_sequences(forecasts):
         plan(forecasts, machine, batch_tokens=1000)
 
 
+@pytest.mark.slow
 def test_without_a_fitting_plan_the_missing_memory_is_stated(forecasts):
     answer = plan(forecasts, make_machine("h100-nvlink", memory_bytes=GIB))
 

@@ -24,7 +24,8 @@ def forecast_peak(path: Path, **settings: Any) -> int:
     return row_of(open_run(path), None).peak_bytes
 
 
-CASES = [
+CASES = [pytest.param("small", 4, 256, {}, {}, id="small")]
+MORE = [
     pytest.param(
         "llama-1b", 4, 1024, {"checkpointing": "full", "microbatches": 2},
         {"checkpointing": "full", "microbatches": 2}, id="tied-weights",
@@ -33,14 +34,11 @@ CASES = [
         "llama-8b", 4, 1024, {"offload": "cpu", "checkpointing": "full"},
         {"offload": True, "checkpointing": "full"}, id="offload",
     ),
-]  # fmt: skip
-MORE = [
     pytest.param("llama-8b", 4, 8192, {}, {}, id="activations"),
     pytest.param(
         "llama-70b", 3, 2048, {"checkpointing": "selective"}, {"checkpointing": "selective"},
         id="selective",
     ),
-    pytest.param("small", 4, 256, {}, {}, id="small"),
     pytest.param("llama-1b", 4, 1024, {"batch_size": 2}, {"batch_size": 2}, id="tied-none"),
     pytest.param("llama-8b", 3, 2048, {"param_dtype": "float32"}, {"param_dtype": "float32"},
                  id="float32"),

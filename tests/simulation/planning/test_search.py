@@ -36,11 +36,10 @@ def grid(job):
     ]
 
 
-@pytest.mark.parametrize("preset", LINKS)
-@pytest.mark.parametrize(("model", "layers", "seq_len", "budget"), SHAPES)
-def test_the_chosen_plan_is_within_one_percent_of_the_best_of_the_grid(
-    preset, model, layers, seq_len, budget
-):
+@pytest.mark.parametrize("preset", mark_slow(LINKS, but=LINKS[:1]))
+@pytest.mark.parametrize("shape", mark_slow(SHAPES, but=SHAPES[2:]), ids=itemgetter(0))
+def test_the_chosen_plan_is_within_one_percent_of_the_best_of_the_grid(preset, shape):
+    model, layers, seq_len, budget = shape
     job = make_job(model, num_layers=layers, seq_len=seq_len)
     machine = make_machine(preset, memory_bytes=round(budget * GIB))
     candidates = grid(job)
@@ -63,7 +62,8 @@ def rate_of(job, machine, candidate):
     return tokens / step_ns(job, candidate, machine.speed) * 1e9
 
 
-@pytest.mark.parametrize("shape", mark_slow(SHAPES, but=SHAPES[:1]), ids=itemgetter(0))
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=itemgetter(0))
 def test_the_forecasts_of_all_reported_plans_are_within_the_budget(tmp_path, shape):
     model, layers, seq_len, budget = shape
     job = make_job(model, num_layers=layers, seq_len=seq_len)

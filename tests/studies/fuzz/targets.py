@@ -548,10 +548,6 @@ def command(words: list[str]) -> None:
         raise CommandFailure(f"{words!r:.200} exits with {code}: {printed[-300:]}")
 
 
-def _make_command_on(name: str) -> Callable[[Corpus, random.Random], bytes]:
-    return _json_of(name)
-
-
 def _command_on_manifest(corpus: Corpus, content: bytes) -> None:
     with corpus.replaced("compacted/run.json", content) as path:
         command([READS[zlib.crc32(content) % len(READS)], str(path.parent)])

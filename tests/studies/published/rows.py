@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_inspect.hardware import GPUS
 from fsdp_inspect.simulation.planning.candidates import Candidate, Job
 from fsdp_inspect.simulation.planning.machines import PlannedMachine, make_machine
 from fsdp_inspect.simulation.planning.prediction import predict_memory
@@ -367,8 +366,3 @@ def _smallest(job: Job, machine: PlannedMachine, settings: Mapping[str, Any]) ->
     """No checkpointing if that can fit, else full: the row does not state it."""
     memory = predict_memory(job, machine, Candidate(**settings))
     return "full" if memory.allocated.value > machine.memory_bytes else "none"
-
-
-def known_presets() -> list[str]:
-    """The presets that rows can name."""
-    return [preset for _, preset in MACHINES if preset in GPUS]
