@@ -56,4 +56,3 @@ def test_a_changed_test_runs_itself(graph: grimp.ImportGraph) -> None:
     path = Path("tests/trace/test_plan.py")
 
     assert find_tests(path, graph) == [path]
-    assert find_tests(Path("tests/builders.py"), graph) == []
