@@ -41,3 +41,22 @@ def test_every_module_has_few_tests_and_most_modules_have_one(
     counts = {path: len(find_tests(path, graph)) for path in paths}
     assert max(counts.values()) <= MOST_FILES
     assert sum(not count for count in counts.values()) < 0.15 * len(counts)
+
+
+def test_a_changed_module_has_the_tests_that_import_it(graph: grimp.ImportGraph) -> None:
+    chosen = find_tests(Path("fsdp_inspect/comparison/noise.py"), graph)
+
+    assert Path("tests/comparison/test_noise.py") in chosen
+
+
+def test_a_module_with_many_tests_has_those_that_are_named_for_it(graph: grimp.ImportGraph) -> None:
+    chosen = find_tests(Path("fsdp_inspect/trace/plan.py"), graph)
+
+    assert Path("tests/trace/test_plan.py") in chosen
+    assert len(chosen) < 10
+
+
+def test_a_changed_test_runs_itself(graph: grimp.ImportGraph) -> None:
+    path = Path("tests/trace/test_plan.py")
+
+    assert find_tests(path, graph) == [path]

@@ -1,20 +1,12 @@
-"""Test the ratchet on the size of the code, and the choice of tests for changed modules."""
+"""Test the ratchet on the size of the code."""
 
 import runpy
 from pathlib import Path
 
-import grimp
 import pytest
-
-from tests.changed import find_tests
 
 ROOT = Path(__file__).parents[1]
 SIZES = runpy.run_path(str(ROOT / ".ci/sizes.py"), run_name="sizes")
-
-
-@pytest.fixture(scope="module")
-def graph() -> grimp.ImportGraph:
-    return grimp.build_graph("fsdp_inspect", "tests", cache_dir=None)
 
 
 @pytest.mark.parametrize(
@@ -37,22 +29,3 @@ def test_data_types_are_counted_by_their_decorator_or_base() -> None:
 
     assert measured["comparison"]["data types"] > 20
     assert measured["parallel"]["data types"] == 0
-
-
-def test_a_changed_module_has_the_tests_that_import_it(graph: grimp.ImportGraph) -> None:
-    chosen = find_tests(Path("fsdp_inspect/comparison/noise.py"), graph)
-
-    assert Path("tests/comparison/test_noise.py") in chosen
-
-
-def test_a_module_with_many_tests_has_those_that_are_named_for_it(graph: grimp.ImportGraph) -> None:
-    chosen = find_tests(Path("fsdp_inspect/trace/plan.py"), graph)
-
-    assert Path("tests/trace/test_plan.py") in chosen
-    assert len(chosen) < 10
-
-
-def test_a_changed_test_runs_itself(graph: grimp.ImportGraph) -> None:
-    path = Path("tests/trace/test_plan.py")
-
-    assert find_tests(path, graph) == [path]

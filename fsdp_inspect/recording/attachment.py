@@ -71,6 +71,7 @@ from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharding_calls import read_noted_calls
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.surveillance import Surveillance
+from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.recording.torch_api.process_groups import StoreClient
 from fsdp_inspect.recording.trackers.feed import TrackerFeed, page_of
 from fsdp_inspect.recording.trackers.libraries import TrackedRun
@@ -166,6 +167,7 @@ class Attachment:
             self._abandon()
             raise
 
+    @unseen
     def _attach(
         self,
         model: nn.Module,
@@ -643,6 +645,7 @@ class Attachment:
         if self._scalars.log(self.session.logged_step, values):
             self._writer.update(scalar_names=self._scalars.names)
 
+    @unseen
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._memory_steps.name_optimizer_states(optimizer)
         self._memory.sample(MemoryPoint.OPTIMIZER_END)
@@ -712,11 +715,11 @@ class Attachment:
         self._writer.add_problems(new)
 
     def _guarded(self, action: Any) -> None:
-        """Run recorder code; its exceptions never reach the training."""
+        """Run recorder code unseen by the training's own; its exceptions never reach it."""
         if not self.session.active:
             return
         try:
-            action()
+            unseen(action)()
         except Exception as error:
             self.session.fail(error)
 

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fsdp_inspect.recording.torch_api.autograd import is_shuffled
-from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.trace.correctness import BatchSeen, PassSeen, RandomSeen
 
 _BATCHES = 16
@@ -137,7 +136,6 @@ def _sample(values: torch.Tensor) -> bytes:
     return b"".join(each.contiguous().view(torch.uint8).numpy().tobytes() for each in parts)
 
 
-@unseen
 def _digest(tensors: Any) -> int | None:
     """A digest of values of a few tensors; None: there is no readable one."""
     digest, count = 0, 0

@@ -18,12 +18,13 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.recording.code_places import OWN_PACKAGES, CodePlaces
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.compilations import read_compilations
-from fsdp_inspect.recording.torch_api.overrides import call_override, has_torch_function, unseen
+from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.trace.codes import NO_UNIT, Phase
 from fsdp_inspect.trace.host_work import (
     BOOLEAN_MASK,
@@ -123,24 +124,30 @@ class StopCounter:
         patches.on_undo(self._reads.undo)
         reads = self._reads
         for name, what in _READS.items():
-            wrap = self._wrap(getattr(torch.Tensor, name), what)
+            wrap = self._wrap(getattr(torch.Tensor, name), what, self._counts_read)
             reads.set_attribute(torch.Tensor, name, wrap)
-        reads.set_attribute(torch.Tensor, "__getitem__", self._wrap_index())
+        index = self._wrap(torch.Tensor.__getitem__, BOOLEAN_MASK, _has_mask)
+        reads.set_attribute(torch.Tensor, "__getitem__", index)
         for owner, name in _WAITS:
-            reads.set_attribute(owner, name, self._wrap(getattr(owner, name), "synchronize()"))
+            wrap = self._wrap(getattr(owner, name), "synchronize()", self._counts_read)
+            reads.set_attribute(owner, name, wrap)
 
-    def _wrap(self, original: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def _wrap(
+        self, original: Callable[..., Any], what: str, counts: Callable[[Any], bool]
+    ) -> Callable[..., Any]:
+        """Return a function that calls a method, and times it if its arguments count.
+
+        For a tensor with `__torch_function__`, torch looks up the method by its name and would hand
+        over this function. Tables of the user's class hold the original, so that is handed over.
+        """
         session, now = self._session, time.perf_counter_ns
 
         @functools.wraps(original)
         def read(*args: Any, **kwargs: Any) -> Any:
+            call: Callable[..., Any] = original
             if has_torch_function(args):
-                call: Callable[..., Any] = functools.partial(call_override, original, args)
-            else:
-                call = original
-            if not session.detail or self._is_inside or not self._is_sampled():
-                return call(*args, **kwargs)
-            if self._on_device and args and _is_on_host(args[0]):
+                call = functools.partial(handle_torch_function, original, args)
+            if not session.detail or self._is_inside or not counts(args):
                 return call(*args, **kwargs)
             start_ns, self._is_inside = now(), True
             try:
@@ -151,30 +158,12 @@ class StopCounter:
 
         return read
 
-    def _wrap_index(self) -> Callable[..., Any]:
-        original, session, now = torch.Tensor.__getitem__, self._session, time.perf_counter_ns
-
-        @functools.wraps(original)
-        def index(*args: Any) -> Any:
-            if has_torch_function(args):
-                call: Callable[..., Any] = functools.partial(call_override, original, args)
-            else:
-                call = original
-            if not session.detail or self._is_inside or not _has_mask(args[-1]):
-                return call(*args)
-            start_ns, self._is_inside = now(), True
-            try:
-                return call(*args)
-            finally:
-                self._is_inside = False
-                self._note(BOOLEAN_MASK, now() - start_ns, sys._getframe(1))
-
-        return index
-
-    def _is_sampled(self) -> bool:
-        """Whether this call is timed: each of the first ones in a step, later one of many."""
+    def _counts_read(self, args: Any) -> bool:
+        """Whether this read is timed: each of the first ones in a step, later one of many."""
         self._calls += 1
-        return self._calls <= _EXACT or self._calls % _ONE_OF == 0
+        is_sampled = self._calls <= _EXACT or self._calls % _ONE_OF == 0
+        # A tensor on the host has its value already; without arguments, the call waits for all.
+        return is_sampled and not (self._on_device and args and _is_on_host(args[0]))
 
     def _note(self, what: str, duration_ns: int, frame: FrameType) -> None:
         """Count a call of the training thread; the recorder's own calls do not count."""
@@ -304,7 +293,9 @@ def _is_on_host(tensor: Any) -> bool:
     return bool(getattr(tensor, "is_cpu", False))
 
 
-def _has_mask(key: Any) -> bool:
+def _has_mask(args: Any) -> bool:
+    """Whether a tensor is indexed by a boolean mask; `args` are the tensor and the index."""
+    key = args[-1]
     if type(key) is int or type(key) is slice:  # the usual ones
         return False
     for each in key[:_MOST_MASKS] if type(key) is tuple else (key,):

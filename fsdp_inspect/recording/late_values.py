@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fsdp_inspect.recording.clocks import Clock
-from fsdp_inspect.recording.torch_api.overrides import unseen
 
 
 class LateValues:
@@ -20,7 +19,6 @@ class LateValues:
         self._clock = clock
         self._pending: deque[tuple[torch.Tensor, Callable[[torch.Tensor], None], Any]] = deque()
 
-    @unseen
     def read(self, value: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
         """Call `keep` with the value on the host: now if it is there, otherwise from `drain`."""
         value = value.detach()

@@ -176,7 +176,6 @@ class StepObserver:
         step = NumericsStep(self._step, observations, updates)
         return encode_step(step, None if origin is None else origin.model_dump())
 
-    @unseen
     @torch.no_grad()
     def _see(self, unit: int, place: Place, tensors: Any) -> None:
         for tensor in tensors:
@@ -190,7 +189,6 @@ class StepObserver:
             seen.largest.append(local.abs().max().float())
             seen.squared_norms.append(_squared_norm(local))
 
-    @unseen
     @torch.no_grad()
     def _compare(
         self,
@@ -235,7 +233,6 @@ def _squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     return norm * norm
 
 
-@unseen
 def _read(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[float]]:
     """The values of groups of 0-d tensors; waits once for each device."""
     flat = [tensor for group in groups for tensor in group]

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.recording.late_values import LateValues
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
-from fsdp_inspect.recording.torch_api.overrides import unseen
 
 
 class ScalarLog:
@@ -80,7 +79,6 @@ class ScalarLog:
                 f"not computed them {timeout_s:.1g} s after the end of the recording."
             )
 
-    @unseen
     def _note(self, step: int, name: str, now: int, value: float | torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             self._add(step, self._code(name), now, float(value))

@@ -188,7 +188,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Register storages from before the step: parameters, buffers, states, gradients."""
         self.classify(tensors, category, owner_unit)
 
-    @unseen
     def register_earlier(self, known: Mapping[int, ref[torch.UntypedStorage]]) -> None:
         """Follow the storages of all tensors in Python objects: earlier steps may keep some.
 

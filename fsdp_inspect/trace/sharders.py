@@ -9,8 +9,8 @@ from dataclasses import dataclass
 FSDP2, FSDP1, DDP = "fsdp2", "fsdp1", "ddp"
 """`RunManifest.sharder`: `fully_shard`, `FullyShardedDataParallel`, `DistributedDataParallel`."""
 ZERO1, ZERO2, ZERO3 = "zero1", "zero2", "zero3"
-DEEPSPEED = frozenset({ZERO1, ZERO2, ZERO3})
 """`RunManifest.sharder`: DeepSpeed's engine, by the stage of ZeRO."""
+DEEPSPEED = frozenset({ZERO1, ZERO2, ZERO3})
 SIMPLE_FSDP = "simple_fsdp"
 """`RunManifest.sharder`: parameters that a parametrization shards, for torch.compile."""
 NO_UNITS = "no_units"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from fsdp_inspect import Recorder
@@ -89,6 +90,29 @@ def test_a_class_of_tensors_sees_the_same_calls_as_without_the_recorder(
     assert recorded == plain
     assert len(plain[0]) > 10 * STEPS
     assert open_run(tmp_path / "run").notes == []
+
+
+def test_parameters_of_a_class_see_the_same_calls(one_rank: None, tmp_path: Path) -> None:
+    def use(path: Path | None) -> list[str]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Listed))
+        assert type(model[0].weight) is Listed
+        model = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        Listed.calls.clear()
+        recorder = None if path is None else Recorder(model, path=path, numerics_every=3)
+        with contextlib.nullcontext() if recorder is None else recorder:
+            for _ in range(STEPS):
+                with contextlib.nullcontext() if recorder is None else recorder.step():
+                    model(torch.ones(2, 8)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return list(Listed.calls)
+
+    plain = use(None)
+    assert len(plain) > STEPS
+    assert use(tmp_path / "run") == plain
 
 
 def test_a_table_of_methods_finds_them_while_the_recorder_is_attached(

@@ -3,9 +3,9 @@
 - Seen: in each attempt of a run, the sampled values before the first update, whether the optimizer
   has state then and later, the learning rates of the first updates, and the first batches.
 - Proof: all or some values are those before the first update of the first attempt, which changed
-  them and saved a checkpoint; they are not,
-  and the optimizer starts without the state that it keeps, or the learning rates or at least three
-  different batches repeat those of the first attempt.
+  them and saved a checkpoint. Or the values continue, and the optimizer starts without the state
+  that it keeps, or the learning rates or at least three different batches repeat those of the first
+  attempt.
 - A note: the parameters continue, and the first three logged losses are higher than all of the
   second half of the attempt before.
 - Refuted by: no checkpoint before the restart: the training then rightly starts again. A pass over
@@ -143,11 +143,10 @@ def _parts_from_the_start(
     observed: Observed, pairs: dict[int, tuple[TrainingSeen, TrainingSeen]]
 ) -> Iterator[TrainingFault]:
     """A fault if some parameters continue, and some hold their first values again on every rank."""
-    reset = [names for pair in pairs.values() for names in [_reset_parameters(*pair)] if names]
-    saves = any(_saves(each) for each in observed.run.earlier_attempts)
-    names = list(dict.fromkeys(name for each in reset for name in each))
-    if not names or len(reset) < len(pairs) or not saves:
+    reset = [_reset_parameters(*pair) for pair in pairs.values()]
+    if not all(reset) or not any(_saves(each) for each in observed.run.earlier_attempts):
         return
+    names = list(dict.fromkeys(name for each in reset for name in each))
     yield TrainingFault(
         TrainingCheck.RESUME,
         tuple(sorted(pairs)),

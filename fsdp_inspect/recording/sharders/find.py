@@ -27,6 +27,7 @@ from fsdp_inspect.recording.torch_api.needs import find_missing_name, find_missi
 from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.trace.sharders import (
     DDP,
+    DEEPSPEED,
     FSDP1,
     FSDP2,
     NO_UNITS,
@@ -163,7 +164,7 @@ class NoUnits(Sharder[Any]):
         """The wrapped models of DDP, with their names; see `ddp.WrappedModels`."""
         self._model = model
         self._title = traits_of(sharder).title
-        library = "DeepSpeed" if sharder.startswith("zero") else "torch"
+        library = "DeepSpeed" if sharder in DEEPSPEED else "torch"
         version = getattr(__import__(library.lower()), "__version__", "of an unknown version")
         self._engines = deepspeed_zero.find_engines(model)
         self._sees_buckets = sharder == DDP and find_missing_name(DDP) is None

@@ -1,4 +1,4 @@
-"""Define the common part of the units of ZeRO-3 and SimpleFSDP."""
+"""Define the common parts of the units of ZeRO-3 and SimpleFSDP, and of buckets of gradients."""
 
 from __future__ import annotations
 
@@ -12,19 +12,45 @@ from fsdp_inspect.trace.codes import MemoryCategory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleUnit:
-    """A unit: the sharded parameters that one module owns.
+class NamedParameters:
+    """The parameters of a unit, as the sharder keeps them between steps.
 
-    It implements the common part of `recording.unit_handle.UnitHandle` for these sharders.
+    It implements what all these units share of `recording.unit_handle.UnitHandle`.
     """
+
+    names: tuple[str, ...]
+    """The fqns of the parameters."""
+    parameters: tuple[Any, ...]
+
+    @property
+    def local_parameters(self) -> tuple[Any, ...]:
+        """The parameters; under ZeRO-3, their shards are tensors of the engine."""
+        return self.parameters
+
+    @property
+    def followed_parameters(self) -> tuple[()]:
+        """Empty: gathered parameters are values of a graph, share a message's storage, or none."""
+        return ()
+
+    @property
+    def full_numels(self) -> list[int]:
+        """The elements of each parameter over all ranks."""
+        return [int(each.numel()) for each in self.parameters]
+
+    @property
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """The full shape of each parameter by fqn."""
+        pairs = zip(self.names, self.parameters, strict=True)
+        return {name: list(each.shape) for name, each in pairs}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleUnit(NamedParameters):
+    """A unit: the sharded parameters that one module owns."""
 
     module: nn.Module
     name: str
     """The fqn of the module; empty for the root."""
-    names: tuple[str, ...]
-    """The fqns of its parameters."""
-    parameters: tuple[Any, ...]
-    """The parameters as the sharder keeps them between steps."""
 
     @property
     def key(self) -> nn.Module:
@@ -42,16 +68,6 @@ class ModuleUnit:
         return (self.module,)
 
     @property
-    def local_parameters(self) -> tuple[Any, ...]:
-        """The parameters; under ZeRO-3, their shards are tensors of the engine."""
-        return self.parameters
-
-    @property
-    def followed_parameters(self) -> tuple[()]:
-        """Empty: gathered parameters are values of a graph, or share the storage of a message."""
-        return ()
-
-    @property
     def kept_buffers(self) -> tuple[tuple[MemoryCategory, Any], ...]:
         """Empty: a graph allocates buffers in each pass, and an engine has those of all units."""
         return ()
@@ -61,19 +77,13 @@ class ModuleUnit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeParameterBucket:
-    """A bucket of gradients that are reduced together; every rank has the whole parameters.
-
-    It is the common part of the `recording.unit_handle.UnitHandle` of these sharders.
-    """
+class WholeParameterBucket(NamedParameters):
+    """A bucket of gradients that are reduced together; every rank has the whole parameters."""
 
     prefix: str
     """The fqn of the wrapped model; empty if the model itself is wrapped."""
     bucket: int
     """Its number among the buckets of its model, in the order of the reductions."""
-    names: tuple[str, ...]
-    """The fqns of its parameters."""
-    parameters: tuple[nn.Parameter, ...]
     dtype: torch.dtype
     """The dtype of the reduction."""
 
@@ -88,16 +98,6 @@ class WholeParameterBucket:
         return ()
 
     @property
-    def local_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters, which are whole on every rank."""
-        return self.parameters
-
-    @property
-    def full_numels(self) -> list[int]:
-        """The elements of each parameter."""
-        return [parameter.numel() for parameter in self.parameters]
-
-    @property
     def is_unsharded(self) -> bool:
         """Always False: no parameter is gathered before its use."""
         return False
@@ -108,17 +108,6 @@ class WholeParameterBucket:
         return ()
 
     @property
-    def followed_parameters(self) -> tuple[()]:
-        """Empty: first uses are only known for gathered parameters."""
-        return ()
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the message of the reduction."""
         return sum(self.full_numels) * self.dtype.itemsize
-
-    @property
-    def parameter_shapes(self) -> dict[str, list[int]]:
-        """The shape of each parameter by fqn."""
-        pairs = zip(self.names, self.parameters, strict=True)
-        return {name: list(parameter.shape) for name, parameter in pairs}

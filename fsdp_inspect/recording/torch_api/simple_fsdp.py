@@ -35,11 +35,6 @@ class ParametrizedHandle(ModuleUnit):
     # --- `recording.unit_handle.UnitHandle`
 
     @property
-    def full_numels(self) -> list[int]:
-        """The elements of each parameter over all ranks."""
-        return [int(each.numel()) for each in self.parameters]
-
-    @property
     def is_unsharded(self) -> bool:
         """Always False: a gathered parameter is a value of the graph, not of the module."""
         return False
@@ -92,12 +87,6 @@ class ParametrizedHandle(ModuleUnit):
     def padded_numels(self) -> list[int]:
         """The elements of the message of each gather and of each reduce-scatter."""
         return [_padded_numel(each) for each in self.parameters]
-
-    @property
-    def parameter_shapes(self) -> dict[str, list[int]]:
-        """The full shape of each parameter by fqn."""
-        pairs = zip(self.names, self.parameters, strict=True)
-        return {name: list(each.shape) for name, each in pairs}
 
 
 def is_parametrized(module: nn.Module) -> bool:
