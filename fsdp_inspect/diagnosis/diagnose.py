@@ -236,9 +236,10 @@ def diagnose(run: RunSource) -> Diagnosis:
     """Diagnose a run.
 
     Args:
-        run: A run in any state.
+        run: A run in any state. For ranks that failed or stood before they trained, the diagnosis
+            is that of the run in which the other ranks of their launch train, if there is one.
     """
-    return _Case(run).decide()
+    return _Case(run.run_of_start or run).decide()
 
 
 def with_plans(

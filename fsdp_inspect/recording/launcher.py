@@ -168,12 +168,13 @@ class Launch:
         from fsdp_inspect.recording.models import class_name_of
         from fsdp_inspect.recording.recorder import Recorder
 
-        if self._start is not None:
-            self._start.end(None)
         keywords = dict(self._given.recorder)
         keywords.setdefault("name", class_name_of(model))
         path = default_path(keywords["name"], self._directory / self._given.out)
-        return Recorder(model, path=path, **keywords)
+        recorder = Recorder(model, path=path, **keywords)  # waits for rank 0
+        if self._start is not None:
+            self._start.end(None)
+        return recorder
 
 
 def say(message: str) -> None:

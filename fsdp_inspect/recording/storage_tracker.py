@@ -56,11 +56,13 @@ from fsdp_inspect.recording.storage_log import (
 )
 from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
 from fsdp_inspect.recording.torch_api.dispatch import (
+    DEVICE_QUERY,
     FakeTensor,
     TorchDispatchMode,
     active_fake_mode,
     count_references,
     current_dispatch_mode,
+    device_of_fake,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
     schema_of,
@@ -358,6 +360,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A wrapper subclass (DTensor) handles the call first and repeats it on its inner tensors.
         if any(map(_is_wrapper, types)):
             return NotImplemented
+        if func is DEVICE_QUERY:
+            return device_of_fake(args[0])
         kwargs = kwargs or {}
         if func.namespace in _OF_COLLECTIVES:
             self._guarded(self._note_sent, (args, kwargs))

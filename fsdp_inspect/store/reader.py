@@ -4,7 +4,7 @@ Opening reads `run.json`. The records of the ranks are read on first use, tables
 live run gives its rows so far; open it again to see more.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -97,6 +97,7 @@ from fsdp_inspect.trace.tables import (
 
 _RecordT = TypeVar("_RecordT", LiveMemoryRecord, OutOfMemoryRecord, AllocationsRecord, KernelRecord)
 _MAX_NEARBY = 5
+_MOST_BESIDE_A_START = 50
 _MOST_TASKS = 128
 """Ranks of larger runs share tasks, because each task lists the files of the run."""
 _LAST_BYTES = 256 << 10
@@ -274,16 +275,31 @@ class StoredRun:
 
         The launcher writes them next to this run, on the same machine.
         """
-        launches = [record.launch for record in self.ranks if record.launch.id]
-        if not self._missing_ranks or not launches or not isinstance(self._files, LocalFiles):
+        if not self._missing_ranks or not isinstance(self._files, LocalFiles):
             return ()
-        found, own = [], self._files.path.absolute()
-        for path in sorted({*own.parent.glob(f"{START_PREFIX}*")} - {own}):
+        beside = self._files.path.absolute().parent.glob(f"{START_PREFIX}*")
+        return [*self._of_this_launch(sorted(beside))]
+
+    @property
+    def run_of_start(self) -> "StoredRun | None":
+        """The run of the ranks that train, if this is that of ranks that never did; else None."""
+        if not isinstance(self._files, LocalFiles):
+            return None
+        own = self._files.path.absolute()
+        if not own.name.startswith(START_PREFIX):
+            return None
+        beside = [path for path in own.parent.iterdir() if not path.name.startswith(START_PREFIX)]
+        newest = sorted(beside, key=lambda path: path.stat().st_mtime, reverse=True)
+        return next(self._of_this_launch(newest[:_MOST_BESIDE_A_START]), None)
+
+    def _of_this_launch(self, paths: Iterable[Path]) -> "Iterator[StoredRun]":
+        """The runs at these paths that the launch of this run wrote."""
+        launches = [record.launch for record in self.ranks if record.launch.id]
+        for path in paths:
             with suppress(StoreError, OSError):  # another run, which may be damaged
-                start = open_run(path)
-                if any(record.launch in launches for record in start.ranks):
-                    found.append(start)
-        return found
+                other = open_run(path)
+                if any(record.launch in launches for record in other.ranks):
+                    yield other
 
     def whole_steps_of(self, rank: int) -> WholeSteps:
         """The summary rows of whole steps of one rank, without reading files of other ranks."""

@@ -717,6 +717,11 @@ class RunSource(Protocol):
         ...
 
     @property
+    def run_of_start(self) -> "RunSource | None":
+        """The run of the ranks that train, if this is that of ranks that never did; else None."""
+        ...
+
+    @property
     def network_probe(self) -> NetworkProbe | None:
         """The measured durations of messages of many sizes; None: the run has none."""
         ...

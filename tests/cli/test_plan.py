@@ -264,6 +264,37 @@ def test_the_parameters_of_a_hugging_face_config_are_those_of_the_model(kind, tm
     assert json.loads(done.out)["num_parameters"] == pytest.approx(counted, rel=0.03)
 
 
+@pytest.mark.parametrize("kind", ["vit", "dinov2", "dinov2 with SwiGLU"])
+def test_an_image_encoder_is_planned_in_patches(kind, tmp_path, invoke):
+    import transformers
+
+    kind, _, gated = kind.partition(" with ")
+    config = transformers.AutoConfig.for_model(
+        kind, hidden_size=96, num_hidden_layers=4, num_attention_heads=4, image_size=64,
+        patch_size=8, num_labels=10, **({"use_swiglu_ffn": True} if gated else {}),
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    model = transformers.AutoModelForImageClassification.from_config(config)
+    counted = sum(each.numel() for each in model.parameters())
+
+    plans = {}
+    for labels in (10, 1000):
+        written = json.loads((tmp_path / "config.json").read_text())
+        written["id2label"] = {str(number): str(number) for number in range(labels)}
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        done = invoke("plan", "--model", tmp_path, "--gpus", "2", "--preset", "h100-nvlink",
+                      "--no-forecast", "--fixed", "--set", "batch_size=32", "--json")  # fmt: skip
+        assert done.code == 0, done.err
+        plans[labels] = json.loads(done.out)
+
+    assert plans[10]["num_parameters"] == pytest.approx(counted, rel=0.03)
+    assert plans[10]["seq_len"] == 8 * 8 + 1
+    # An image has one label: the logits of 1,000 labels take little memory.
+    peaks = [plans[labels]["best"]["peak_allocated_bytes"]["value"] for labels in (10, 1000)]
+    added = plans[1000]["num_parameters"] - plans[10]["num_parameters"]
+    assert 0 < peaks[1] - peaks[0] < 16 * added + 3 * 32 * 1000 * 4
+
+
 @pytest.fixture
 def forked(monkeypatch):
     """Forecasts run in a child that does not import torch again."""

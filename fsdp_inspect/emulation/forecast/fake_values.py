@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from fsdp_inspect.recording.torch_api.dispatch import (
+    DEVICE_QUERY,
     DataDependentOutputException,
     FakeTensor,
-    FakeTensorMode,
+    QuickFakeTensorMode,
+    device_of_fake,
     schema_of,
     storage_key,
 )
@@ -30,7 +32,7 @@ _OURS = Path(__file__).parents[2]
 _PYTHON = Path(traceback.__file__).parent
 
 
-class ValuelessTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
+class ValuelessTensors(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors that return 0 where torch's own fake tensors refuse to return a value."""
 
     def __init__(self) -> None:
@@ -43,6 +45,8 @@ class ValuelessTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Dispatch like torch, but return 0 for unknown values."""
+        if func is DEVICE_QUERY:
+            return device_of_fake(args[0])
         if func is _GROUPED and args[0].dtype is not torch.bfloat16:
             shape = _grouped_shape(*args[:3], **(kwargs or {}))
             return super().dispatch(_NEW_EMPTY, types, (args[0], shape), {})

@@ -7,6 +7,7 @@ of the global shape, and the optimizer creates its state.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -33,7 +34,12 @@ from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
 from fsdp_inspect.recording.storage_log import StorageLog
 from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api import fsdp2
-from fsdp_inspect.recording.torch_api.dispatch import TorchDispatchMode, schema_of
+from fsdp_inspect.recording.torch_api.dispatch import (
+    DEVICE_QUERY,
+    TorchDispatchMode,
+    device_of_fake,
+    schema_of,
+)
 from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.recording.units import ProcessGroups, describe_model
 from fsdp_inspect.trace.allocations import AllocationHistory
@@ -261,6 +267,8 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator and count it."""
+        if func is DEVICE_QUERY:
+            return device_of_fake(args[0])
         named = dict(kwargs or {})
         result = func(*args, **named)
         if not _is_kernel(func):
@@ -301,6 +309,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
+@functools.cache
 def _is_kernel(func: Any) -> bool:
     """Whether an operator computes: it is no view, and no allocation."""
     schema = schema_of(func)

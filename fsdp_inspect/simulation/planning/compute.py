@@ -85,8 +85,11 @@ class ComputeModel:
     def head(self) -> ComputeTimes:
         """The output projection and the loss."""
         ways, model = self._candidate.tensor_parallel, self._model
-        product = self._product_s(Product(model.dim, model.vocab_size / ways), is_block=False)
-        logits = self._tokens * model.vocab_size / ways / self._bandwidth
+        share = model.logits / model.vocab_size
+        product = self._product_s(
+            Product(model.dim, model.vocab_size / ways, share), is_block=False
+        )
+        logits = self._tokens * model.logits / ways / self._bandwidth
         forward, backward = _loss_bytes(self._candidate.loss, self._width)
         return ComputeTimes(
             product + forward * logits,

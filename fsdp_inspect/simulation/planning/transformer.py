@@ -64,7 +64,7 @@ HF_NAMES = ModuleNames(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """The sizes of a decoder. Default: RMSNorm, rotary positions, grouped queries, SwiGLU."""
+    """The sizes of a model. Default: a decoder with RMSNorm, rotary positions and SwiGLU."""
 
     name: str
     dim: int
@@ -83,6 +83,9 @@ class Transformer:
     """Whether a token attends to those before it only; else to all, as in an encoder."""
     max_positions: int = 0
     """Rows of learned positions; 0: rotary positions, without parameters."""
+    patch_numel: int = 0
+    """Elements of an image's patch, which becomes one token. All tokens of an image have one label,
+    and `vocab_size` counts the labels. 0: tokens are words."""
     experts: int = 0
     """Feed-forwards of a block, of which each token uses `active_experts`; 0: one."""
     active_experts: int = 1
@@ -121,7 +124,14 @@ class Transformer:
     def embedding_shapes(self) -> list[tuple[int, ...]]:
         """The shape of the embedding, and of learned positions."""
         positions = [(self.max_positions, self.dim)] if self.max_positions else []
+        if self.patch_numel:
+            return [(self.dim, self.patch_numel), (self.dim,), (1, self.dim), *positions]
         return [(self.vocab_size, self.dim), *positions]
+
+    @property
+    def logits(self) -> float:
+        """Logits of a token: those of an image belong to all of its tokens."""
+        return self.vocab_size / self.max_positions if self.patch_numel else self.vocab_size
 
     def head_shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the last norm and, unless it is the embedding, the output projection."""
@@ -164,7 +174,7 @@ class Transformer:
 
     def head_flops(self, tokens: float) -> float:
         """Operations of the output projection's forward."""
-        return 2.0 * tokens * self.vocab_size * self.dim
+        return 2.0 * tokens * self.logits * self.dim
 
     def products(self, ways: int) -> list[Product]:
         """The matrix products of a block's forward, in their order.
@@ -347,7 +357,7 @@ class Transformer:
             loss: A `candidates.Loss`.
             width: Bytes of an element in compute.
         """
-        logits, wide = width * self.vocab_size, _FLOAT32 * self.vocab_size
+        logits, wide = width * self.logits, _FLOAT32 * self.logits
         if loss == "compiled":
             return logits, 2 * logits
         if loss == "chunked":
@@ -390,6 +400,7 @@ _GPT2 = {
 }
 _EXPERTS = {"active_experts": "num_experts_per_tok"}
 _LAYER_NORM = {"gated": False, "biased": True}
+_IMAGE = {**_LAYER_NORM, "is_causal": False, "has_positions": True, "is_image": True}
 
 
 def _names(blocks: str, embedding: str, norm: str, head: str) -> ModuleNames:
@@ -419,6 +430,13 @@ _FAMILIES: Mapping[str, _Family] = {
         ),
         traits=_LAYER_NORM,
     ),
+    "vit": _Family(
+        names=_names("vit.layers", "vit.embeddings", "vit.layernorm", "classifier"), traits=_IMAGE
+    ),
+    "dinov2": _Family(
+        names=_names("dinov2.encoder.layer", "dinov2.embeddings", "dinov2.layernorm", "classifier"),
+        traits=_IMAGE,
+    ),
     **{
         kind: _Family(
             names=_names(f"{kind}.encoder.layer", f"{kind}.embeddings", f"{kind}.norm", "head"),
@@ -432,7 +450,8 @@ _FAMILIES: Mapping[str, _Family] = {
         for kind in ("bert", "roberta")
     },
 }
-"""By `model_type`. BERT and RoBERTa are those for masked language modelling."""
+"""By `model_type`. BERT and RoBERTa are those for masked language modelling, ViT and DINOv2 those
+for the classification of images."""
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
           "vocab_size")  # fmt: skip
 
@@ -503,6 +522,8 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
     }
     if kind == "gpt2" and fields["intermediate_size"] is None:
         fields["intermediate_size"] = 4 * _size(path, fields, "hidden_size")
+    if "is_image" in family.traits:
+        fields |= _sizes_of_images(path, fields)
     sizes = {name: _size(path, fields, name) for name in _SIZES}
     heads = sizes["num_attention_heads"]
     given = {
@@ -512,6 +533,8 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
     }
     longest = fields.get("max_position_embeddings")
     traits = dict(family.traits)
+    if traits.pop("is_image", False):
+        traits |= {name: fields[name] for name in ("patch_numel", "gated")}
     if traits.pop("has_positions", False):
         traits["max_positions"] = _size(path, fields, "max_position_embeddings")
     traits |= {
@@ -535,6 +558,25 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         **{"tie_embeddings": tied, **traits},
     )
     return model, longest if isinstance(longest, int) else None
+
+
+def _sizes_of_images(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of an image encoder under the names of a text model."""
+    side = _size(path, fields, "patch_size")
+    across = _size(path, fields, "image_size") // side
+    gated = bool(fields.get("use_swiglu_ffn", False))
+    inner = fields.get("intermediate_size")
+    if inner is None:
+        inner = _size(path, fields, "mlp_ratio") * _size(path, fields, "hidden_size")
+        # Source: Dinov2SwiGLUFFN in Transformers.
+        inner = (int(inner * 2 / 3) + 7) // 8 * 8 if gated else inner
+    return {
+        "intermediate_size": inner,
+        "max_position_embeddings": across * across + 1,  # and a token for the class
+        "vocab_size": len(fields.get("id2label") or ()) or fields.get("num_labels", 2),
+        "patch_numel": side * side * fields.get("num_channels", 3),
+        "gated": gated,
+    }
 
 
 def _read(path: Path) -> Mapping[str, Any]:

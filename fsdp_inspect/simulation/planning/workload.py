@@ -593,7 +593,7 @@ class _Builder:
         normed = self._width * model.dim + _FLOAT_BYTES + model.norm_bytes * model.dim
         kept = self._per_token(normed)
         mode = self._candidate.loss
-        logits = self._per_token(self._width * model.vocab_size)
+        logits = self._per_token(self._width * model.logits)
         gradient = math.prod(self._split([(model.vocab_size, model.dim)])[0]) * self._width
         loss = self._per_token(model.loss_bytes(mode, self._width)[0])
         if mode == "linear":

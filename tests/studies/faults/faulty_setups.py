@@ -278,7 +278,9 @@ class Loop:
         given = self.given
         is_faulty = self.rank == given.rank
         is_uneven = given.fault in ("join", "uneven") and is_faulty
-        for number, batch in enumerate(DataLoader(Batches(EPOCH - 2 if is_uneven else EPOCH))):
+        reader = self.rank // 2 if self.setup.kind == "tp" else self.rank
+        batches = Batches(EPOCH - 2 if is_uneven else EPOCH, reader=reader)
+        for number, batch in enumerate(DataLoader(batches)):
             if given.fault == "skip-batch" and is_faulty and (epoch, number) == (0, 3):
                 continue  # fault: skip-batch
             self.setup.step(batch, self.act())
@@ -327,7 +329,7 @@ def train_with_lightning(given: argparse.Namespace) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(Module(), DataLoader(Batches(EPOCH * int(os.environ["WORLD_SIZE"]))))
+    ).fit(Module(), DataLoader(Batches(EPOCH * int(os.environ["WORLD_SIZE"]), reader=0)))
     if given.fault == "exit-quick":
         dist.barrier()
         os._exit(0)

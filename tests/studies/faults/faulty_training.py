@@ -100,11 +100,13 @@ class LlamaLoss(nn.Module):
 
 
 class Batches(Dataset):
-    """Random batches; `slow` is the number of a batch that never arrives."""
+    """Random batches of one reader; `slow` is the number of a batch that never arrives."""
 
-    def __init__(self, length: int, slow: int = -1) -> None:
+    def __init__(self, length: int, slow: int = -1, reader: int | None = None) -> None:
+        """Readers with other numbers have other batches. Default: the rank."""
         self.length = length
         self.slow = slow
+        self.reader = int(os.environ["RANK"]) if reader is None else reader
 
     def __len__(self) -> int:
         return self.length
@@ -112,7 +114,7 @@ class Batches(Dataset):
     def __getitem__(self, at: int) -> torch.Tensor:
         if at == self.slow:
             time.sleep(FOREVER_S)  # fault: data
-        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(at))
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(1000 * self.reader + at))
 
 
 def make_model(kind: str, *, low_precision: bool) -> nn.Module:

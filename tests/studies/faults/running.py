@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -132,7 +133,14 @@ def _start_agent(arguments: Sequence[str], num_ranks: int, folder: Path) -> Rank
     command += [f"--master-port={port}", "--max-restarts=1", f"--nproc-per-node={num_ranks}"]
     command += arguments
     with stderr.open("ab") as output:
-        agent = _Agent(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        agent = _Agent(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
     return Ranks([agent], stderr, None)
 
 
