@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.comparison.comparison import Comparison as Comparison, Side as Side
     from fsdp_inspect.comparison.differences import (
         CategoryComparison as CategoryComparison,
+        KernelComparison as KernelComparison,
         MetricComparison as MetricComparison,
         PartComparison as PartComparison,
         UnitChange as UnitChange,

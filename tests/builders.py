@@ -81,6 +81,7 @@ class InMemoryRun:
     notes: Sequence[str] = ()
     earlier_attempts: Sequence["InMemoryRun"] = ()
     starts: Sequence["InMemoryRun"] = ()
+    run_of_start: "InMemoryRun | None" = None
     network_probe: NetworkProbe | None = None
     black_boxes: Mapping[int, BlackBox] = field(default_factory=dict)
     desync_boxes: Mapping[int, BlackBox] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from fsdp_inspect.columns import (
     unit_column,
     value_column,
 )
-from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.errors import ImportingError, MissingDataError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.hardware import find_gpu
 from fsdp_inspect.importing.rank_trace import read_profile
@@ -195,6 +195,14 @@ def measure_kernels(run: RunSource, *, rank: int | None = None) -> Kernels:
         f"{where} has no profiled steps. Expected an imported trace, or a run recorded with "
         '--profile-steps 20:23 or Recorder(profile_steps="20:23"). Record the run again.'
     )
+
+
+def find_profile(run: RunSource) -> Kernels | None:
+    """Like `measure_kernels`; None without profiled steps, or if their trace is damaged."""
+    try:
+        return measure_kernels(run)
+    except (ImportingError, MissingDataError):
+        return None
 
 
 def _ranks(run: RunSource) -> list[int]:

@@ -17,7 +17,7 @@ from fsdp_inspect.analysis.correctness import check_training
 from fsdp_inspect.analysis.drift import Drift, measure_drift
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.host_stops import HostStops, measure_host_stops
-from fsdp_inspect.analysis.kernels import Kernels, measure_kernels
+from fsdp_inspect.analysis.kernels import find_profile
 from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
 from fsdp_inspect.analysis.lifetime import Lifetime, measure_lifetime
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
@@ -37,7 +37,6 @@ from fsdp_inspect.analysis.units import UnitCost, measure_units
 from fsdp_inspect.analysis.verdict import RankVerdict, Straggler, Verdict
 from fsdp_inspect.analysis.verdict.run_facts import Answers, judge, measure_step_costs
 from fsdp_inspect.analysis.wait_causes import timed_collectives
-from fsdp_inspect.errors import ImportingError, MissingDataError
 from fsdp_inspect.results import Result
 from fsdp_inspect.statistics import Distribution
 from fsdp_inspect.trace.run import RunSource
@@ -156,7 +155,7 @@ def measure_summary(run: RunSource) -> Summary:
             trust=measure_trust(run),
             late=late,
             stops=stops,
-            kernels=_find_kernels(run),
+            kernels=find_profile(run),
             uneven=measure_uneven_work(run, late.rank) if isinstance(late, Straggler) else None,
             threads={
                 record.rank: (record.host_work.num_threads, record.host_work.num_cores)
@@ -232,14 +231,6 @@ def _measure_allocator(run: RunSource, memory: Memory) -> AllocatorUse | None:
     if memory.peak_rank is None or memory.peak_reserved_bytes is None:
         return None
     return measure_allocator(run, rank=memory.peak_rank)
-
-
-def _find_kernels(run: RunSource) -> Kernels | None:
-    """The kernels of profiled steps; None if there are none, or if their trace is damaged."""
-    try:
-        return measure_kernels(run)
-    except (ImportingError, MissingDataError):
-        return None
 
 
 def _find_loss(run: RunSource) -> Loss | None:

@@ -17,12 +17,14 @@ from fsdp_inspect.comparison.conclusions import (
 )
 from fsdp_inspect.comparison.differences import (
     CategoryComparison,
+    KernelComparison,
     MetricComparison,
     PartComparison,
     UnitComparison,
     compare_categories,
     compare_causes,
     compare_dimensions,
+    compare_kernels,
     compare_metrics,
     compare_parts,
     compare_units,
@@ -91,6 +93,10 @@ class Comparison(Result):
     units: tuple[UnitComparison, ...]
     memory: tuple[CategoryComparison, ...]
     """Memory by category at the peak of the memory steps; empty if none was recorded."""
+    kernel_kinds: tuple[KernelComparison, ...]
+    """Kernels of the profiled steps by kind, the largest change first; empty: none profiled."""
+    kernels: tuple[KernelComparison, ...]
+    """The same kernels by unit, phase and kind."""
 
 
 def compare_runs(
@@ -139,6 +145,8 @@ def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
         dimensions=compare_dimensions(sides),
         units=evidence.units,
         memory=evidence.memory,
+        kernel_kinds=compare_kernels(sides, by_unit=False),
+        kernels=compare_kernels(sides, by_unit=True),
     )
 
 

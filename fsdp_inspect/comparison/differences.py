@@ -53,6 +53,23 @@ class PartComparison:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelComparison:
+    """Kernels of one kind (CPU: operators) in the profiled steps of each side's median run."""
+
+    fqn: str | None
+    """The unit's name, empty for the root; None: outside all units, or of all units."""
+    phase: str
+    """Empty: of all phases."""
+    kind: str
+    """The label of a `KernelKind`."""
+    values_ns: tuple[int | None, ...]
+    """Time per step; 0: the side runs none of them; None: the side has no profiled steps."""
+    changes_ns: tuple[int | None, ...]
+    counts: tuple[float | None, ...]
+    """Kernels per step."""
+
+
+@dataclass(frozen=True, slots=True)
 class UnitSide:
     """The cost of the units of one row on one side, per step, from the side's median run."""
 
@@ -200,6 +217,42 @@ def _categories(summary: Summary) -> dict[str, int] | None:
     if summary.memory.peak is None:
         return None
     return {row.category: row.bytes for row in summary.memory.peak.categories}
+
+
+def compare_kernels(
+    sides: Sequence[MeasuredSide], *, by_unit: bool
+) -> tuple[KernelComparison, ...]:
+    """Compare the kernels by kind, or by unit, phase and kind; empty if no side was profiled.
+
+    The profiler slows the host, so the times are no parts of timed steps. Units are the same if
+    they have the same name.
+
+    Returns:
+        The largest change first, of any side.
+    """
+    profiles = [side.kernels for side in sides]
+    tables = [
+        None
+        if found is None
+        else {
+            (cost.fqn, cost.phase, cost.kind): cost
+            for cost in (found.groups if by_unit else found.kinds)
+        }
+        for found in profiles
+    ]
+    rows = []
+    for key in dict.fromkeys(key for table in tables if table is not None for key in table):
+        found = [None if table is None else table.get(key) for table in tables]
+        known = [table is not None for table in tables]
+        times, counts = (
+            tuple(
+                (getattr(cost, name) if cost else 0) if is_known else None
+                for cost, is_known in zip(found, known, strict=True)
+            )
+            for name in ("time_ns", "count")
+        )
+        rows.append(KernelComparison(*key, times, _changes(times), counts))
+    return tuple(sorted(rows, key=lambda row: -max(abs(one or 0) for one in row.changes_ns)))
 
 
 def _align(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import ascii_uppercase
 
+from fsdp_inspect.analysis.kernels import Kernels, find_profile
 from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.comparison.settings import are_repeats
 from fsdp_inspect.trace.run import RunManifest, RunSource, TableOrigin, Unit
@@ -34,6 +35,8 @@ class MeasuredSide:
     median_run: MeasuredRun
     """The run with the side's median step time (the lower one of two). Its breakdown and units
     represent the side. Runs without a timed step come last."""
+    kernels: Kernels | None = None
+    """The kernels of the median run's profiled steps; None: no step was profiled."""
 
 
 def form_sides(
@@ -95,7 +98,9 @@ def _side(
     ordered = sorted(measured, key=_standing)
     timed = [run for run in ordered if run.step_time_ns is not None]
     candidates = timed or ordered
-    return MeasuredSide(label, measured, candidates[(len(candidates) - 1) // 2])
+    middle = candidates[(len(candidates) - 1) // 2]
+    source = runs[next(place for place, run in enumerate(measured) if run is middle)]
+    return MeasuredSide(label, measured, middle, find_profile(source))
 
 
 def _named(side: MeasuredSide, names: Mapping[TableOrigin, str]) -> MeasuredSide:

@@ -14,7 +14,12 @@ from rich.text import Text
 from fsdp_inspect.analysis.units import UnitCollective
 from fsdp_inspect.comparison.comparison import Comparison, Side
 from fsdp_inspect.comparison.conclusions import Conclusion
-from fsdp_inspect.comparison.differences import MetricComparison, PartComparison, UnitComparison
+from fsdp_inspect.comparison.differences import (
+    KernelComparison,
+    MetricComparison,
+    PartComparison,
+    UnitComparison,
+)
 from fsdp_inspect.comparison.noise import (
     PROCESS_NOISE_RATIO,
     RUNS_FOR_A_TEST,
@@ -105,6 +110,52 @@ def _tables(comparison: Comparison, other: int) -> Iterator[RenderableType]:
     yield from _unit_tables(comparison, labels, other)
     if comparison.memory:
         yield from section("Memory at the peak", _memory(comparison, labels, other))
+    yield from _kernel_tables(comparison, labels, other)
+
+
+def _kernel_tables(
+    comparison: Comparison, labels: Sequence[str], other: int
+) -> Iterator[RenderableType]:
+    """Tables of the kernels if both sides were profiled."""
+    kinds, groups = (
+        [row for row in rows if row.changes_ns[other - 1] is not None]
+        for rows in (comparison.kernel_kinds, comparison.kernels)
+    )
+    if not kinds:
+        return
+    title = "Kernels (CPU: operators) of the profiled steps"
+    yield from section(f"{title}, by kind", _kernels(kinds, labels, other, lambda row: row.kind))
+    groups.sort(key=lambda row: -abs(row.changes_ns[other - 1] or 0))
+    shown = groups[:MOST_UNITS]
+    yield from section(
+        f"The same by unit and phase: {len(shown)} of {len(groups)} with the largest change",
+        _kernels(shown, labels, other, _kernel_place),
+    )
+
+
+def _kernel_place(row: KernelComparison) -> str:
+    unit = "no unit" if row.fqn is None else format_unit(row.fqn)
+    return f"{row.kind}, {row.phase}, {unit}"
+
+
+def _kernels(
+    rows: Sequence[KernelComparison],
+    labels: Sequence[str],
+    other: int,
+    name_of: Callable[[KernelComparison], str],
+) -> Table:
+    table = new_table("", *labels, "change", "number of them")
+    for row in rows:
+        counts = [row.counts[0], row.counts[other]]
+        numbers = " to ".join(dict.fromkeys(f"{count or 0:,.0f}" for count in counts))
+        table.add_row(
+            name_of(row),
+            format_ns(row.values_ns[0]),
+            format_ns(row.values_ns[other]),
+            _signed(row.changes_ns[other - 1], format_ns),
+            numbers,
+        )
+    return table
 
 
 def _unit_tables(

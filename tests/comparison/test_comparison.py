@@ -8,9 +8,12 @@ from fsdp_inspect.comparison import conclusions
 from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.comparison.differences import UnitMeasure, find_unit_changes
 from fsdp_inspect.comparison.noise import NoiseVerdict
+from fsdp_inspect.report.comparison import render_comparison
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
+from fsdp_inspect.trace.kernels import KernelColumns, KernelKind, KernelRecord
 from fsdp_inspect.trace.run import RunStatus
 from tests.builders import RunBuilder, steady_run
+from tests.report.terminal_text import text_of
 
 
 def run_of_step(duration, *, exposed=0, **manifest):
@@ -331,3 +334,56 @@ def test_a_setting_is_named_on_the_slower_side_if_it_can_lengthen_the_longer_par
 )
 def test_a_large_difference_is_a_factor(change, phrase):
     assert conclusions._phrase_speed(change) == phrase
+
+
+def profiled(run, *rows):
+    """The run with a profiled step; a row is the unit, the phase, the kind, the time, the count."""
+    columns = dict(
+        zip(("unit", "phase", "kind", "time_ns", "count"), zip(*rows, strict=True), strict=True)
+    )
+    zero = {name: [0] * len(rows) for name in KernelColumns.model_fields}
+    record = KernelRecord(
+        steps=[1], step_ns=[1000], names=["kernel"], columns=KernelColumns(**{**zero, **columns})
+    )
+    return replace(run, kernel_records={0: record})
+
+
+def test_kernels_are_compared_by_kind_and_by_unit():
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    pointwise, product = KernelKind.ELEMENTWISE, KernelKind.MATRIX_PRODUCT
+    before = profiled(
+        run_of_step(100, run_id="x"),
+        (0, forward, pointwise, 300, 6),
+        (0, backward, pointwise, 50, 3),
+        (0, forward, product, 200, 2),
+    )
+    after = profiled(
+        run_of_step(90, run_id="y"),
+        (0, forward, pointwise, 60, 1),
+        (0, backward, pointwise, 50, 3),
+        (0, forward, product, 210, 2),
+    )
+
+    found = compare_runs(before, after)
+
+    assert [(row.kind, row.values_ns, row.changes_ns) for row in found.kernel_kinds] == [
+        ("elementwise", (350, 110), (-240,)),
+        ("matrix product", (200, 210), (10,)),
+    ]
+    assert sum(row.changes_ns[0] for row in found.kernels) == -230
+    first = found.kernels[0]
+    assert (first.fqn, first.phase, first.kind) == ("layers.0", "forward", "elementwise")
+    assert (first.values_ns, first.counts) == ((300, 60), (6, 1))
+    words = " ".join(text_of(render_comparison(found)).split())
+    assert "by kind" in words
+    assert "elementwise, forward, layers.0 300 ns 60 ns -240 ns 6 to 1" in words
+    assert found.to_dict()["kernels"][0]["changes_ns"] == [-240]
+
+
+def test_kernels_that_one_side_did_not_profile_have_no_change():
+    one = profiled(run_of_step(100, run_id="x"), (0, Phase.FORWARD, KernelKind.COPY, 9, 1))
+    found = compare_runs(one, run_of_step(90, run_id="y"))
+    assert [(row.values_ns, row.changes_ns) for row in found.kernels] == [((9, None), (None,))]
+    assert "Kernels" not in text_of(render_comparison(found))
+    neither = compare_runs(run_of_step(100, run_id="x"), run_of_step(90, run_id="y"))
+    assert (neither.kernels, neither.kernel_kinds) == ((), ())
