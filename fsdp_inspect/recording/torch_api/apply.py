@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.checkpointing import apply_checkpointing
+from fsdp_inspect.recording.torch_api.dispatch import unset_fake_temporarily
 from fsdp_inspect.recording.torch_api.modules import modules_by_name, strip_wrappers
 from fsdp_inspect.trace.plan import (
     Plan,
@@ -162,7 +163,9 @@ class _Meshes:
                 f"No given mesh has the shape of {name}, {dict(sizes)}: the given shapes are "
                 f"{shapes}. Pass a mesh of that shape, or change the plan."
             )
-        if any(mesh.mesh.tolist() != fitting[0].mesh.tolist() for mesh in fitting):
+        with unset_fake_temporarily():  # a forecast; fake tensors have no values
+            ranks = [mesh.mesh.tolist() for mesh in fitting]
+        if any(each != ranks[0] for each in ranks):
             raise PlanError(
                 f"Several given meshes have the shape of {name}, {dict(sizes)}, with different "
                 "ranks. Expected one. Call fully_shard for these units in your code instead."

@@ -1,12 +1,17 @@
 """Torch builds meshes, groups and optimizers on fake ranks. Pinned for torch 2.13."""
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _foreach_utils
 
 from fsdp_inspect.emulation.forecast.fake_rank import fake_rank
+from fsdp_inspect.errors import PlanError
+from fsdp_inspect.recording.torch_api.apply import apply_plan
+from fsdp_inspect.trace.plan import Plan, UnitPlan
 
 
 def test_a_mesh_of_two_dimensions_is_made_and_sliced() -> None:
@@ -33,3 +38,17 @@ def test_optimizers_are_chosen_as_on_cuda_and_only_inside() -> None:
     with fake_rank(2, gpus_per_node=2, device_type="cpu"):
         assert "cpu" not in _foreach_utils._get_foreach_kernels_supported_devices()
     assert "cpu" not in _foreach_utils._get_foreach_kernels_supported_devices()
+
+
+def test_meshes_of_one_shape_are_told_apart_by_their_ranks_without_reading_fake_values() -> None:
+    with fake_rank(8, gpus_per_node=8, device_type="cuda") as tensors:
+        rows, columns = (
+            init_device_mesh("cuda", shape, mesh_dim_names=("a", "b"))[name]
+            for shape, name in (((2, 4), "b"), ((4, 2), "a"))
+        )
+        model = nn.Linear(8, 8)
+        plan = Plan(world_size=8, mesh={"shard": 4}, units=(UnitPlan(modules=("",), mesh={}),))
+        with pytest.raises(PlanError, match="with different ranks"):
+            apply_plan(model, plan, [rows, columns])
+        apply_plan(model, plan, [rows, rows])
+        assert tensors.num_asked == 0
