@@ -516,8 +516,23 @@ _ALL = (
         "MFU",
         _RATIO,
         "model FLOPs per second / peak FLOPs of all devices, as the training loop logs it, or for "
-        "dense decoders in bfloat16: tokens per second x (6 x matrix elements + causal attention)",
+        "dense decoders in bfloat16: tokens per second x (6 x matrix elements + causal attention); "
+        "for other models the operations of profiled steps, which include recomputation",
         Better.HIGHER,
+    ),
+    Metric(
+        "energy_j_per_step",
+        "GPU energy per step, J",
+        MetricUnit.NUMBER,
+        "mean power of the GPU of one rank in timed steps (NVML) x typical step",
+        Better.LOWER,
+    ),
+    Metric(
+        "energy_j_per_token",
+        "GPU energy per token, J",
+        MetricUnit.NUMBER,
+        "mean power of the GPU of one rank in timed steps (NVML) x ranks / tokens per second",
+        Better.LOWER,
     ),
     Metric(
         "device_utilisation_ratio",

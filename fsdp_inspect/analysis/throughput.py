@@ -1,4 +1,4 @@
-"""Measure tokens per second, MFU and the utilisation of the device.
+"""Measure tokens per second, MFU, the energy and the utilisation of the device.
 
 The recorder does not know which tensors are tokens. Tokens come from numbers that the training loop
 logs, or from recorded settings. Every value states its origin.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp_inspect.analysis.kernels import find_profile
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank
 from fsdp_inspect.hardware import find_gpu
@@ -40,6 +41,11 @@ class Throughput:
     """Model FLOPs / (time x peak FLOPs of all devices)."""
     mfu_origin: str
     """`logged as mfu(%)`, or the device and its peak; empty if MFU is unknown."""
+    energy_j_per_step: float | None
+    """Energy of the GPU of `rank` in the typical step, J: mean power (NVML) x step time."""
+    energy_j_per_token: float | None
+    """Energy of all GPUs per token, J, if each takes the power of that one."""
+    rank: int
     device_utilisation_ratio: float | None
     """Mean over the timed steps of the fraction of time in which a kernel ran (NVML)."""
 
@@ -68,14 +74,21 @@ def measure_throughput(run: RunSource) -> Throughput | None:
     step_time_ns = member.typical(member.step_time_ns)
     tokens_per_s, tokens_origin = _measure_tokens(run.manifest, scalars, member, step_time_ns)
     mfu, mfu_origin = _measure_mfu(run.manifest, scalars, member, tokens_per_s)
+    if mfu is None:
+        mfu, mfu_origin = _mfu_of_kernels(run, step_time_ns)
+    power_w = _mean_reading(run, member, "gpu_power_mw", 1e-3)
+    watts = None if power_w is None else power_w * run.manifest.world_size
     found = Throughput(
         tokens_per_s=tokens_per_s,
         tokens_origin=tokens_origin,
         mfu_ratio=mfu,
         mfu_origin=mfu_origin,
-        device_utilisation_ratio=_measure_utilisation(run, member),
+        energy_j_per_step=None if power_w is None else power_w * step_time_ns / 1e9,
+        energy_j_per_token=watts / tokens_per_s if watts and tokens_per_s else None,
+        rank=member.rank,
+        device_utilisation_ratio=_mean_reading(run, member, "gpu_utilisation_pct", 0.01),
     )
-    known = (found.tokens_per_s, found.mfu_ratio, found.device_utilisation_ratio)
+    known = (tokens_per_s, mfu, power_w, found.device_utilisation_ratio)
     return found if any(value is not None for value in known) else None
 
 
@@ -177,17 +190,27 @@ def _flops_per_token(manifest: RunManifest) -> float | None:
     return 6.0 * (count_matrix_elements(manifest) + seq_len * queries)
 
 
-def _measure_utilisation(run: RunSource, member: RankSteps) -> float | None:
+def _mfu_of_kernels(run: RunSource, step_time_ns: int) -> tuple[float | None, str]:
+    """The operations of the profiled steps / (typical step x peak): any model with shapes."""
+    kernels = find_profile(run)
+    if kernels is None or not kernels.flops or not kernels.peak_flops or not step_time_ns:
+        return None, ""
+    ratio = kernels.flops / (step_time_ns / 1e9 * kernels.peak_flops)
+    return ratio, f"of {kernels.peak_source}; operations of profiled steps, with recomputation"
+
+
+def _mean_reading(run: RunSource, member: RankSteps, name: str, scale: float) -> float | None:
     """The mean reading of the device during the inspected steps; None without a reading."""
     devices = run.devices(member.rank)
-    is_known = devices.gpu_utilisation_pct >= 0
+    readings = getattr(devices, name)
+    is_known = readings >= 0
     if not is_known.any():
         return None
     steps = run.events(member.rank, steps=member.steps.tolist(), kinds=[EventKind.STEP])
     spans = Intervals.of(steps.start_ns, steps.end_ns)
     is_inside = spans.covered_ns(devices.time_ns, devices.time_ns + 1) > 0
-    readings = devices.gpu_utilisation_pct[is_known & is_inside]
-    return float(readings.mean()) / 100 if len(readings) else None
+    inside = readings[is_known & is_inside]
+    return float(inside.mean()) * scale if len(inside) else None
 
 
 # --- Count what a token multiplies in a model, from the recorded shapes of its parameters.

@@ -457,6 +457,12 @@ def list_throughput(found: Throughput | None) -> Iterator[tuple[str, float, str]
         ("tokens_per_s", found.tokens_per_s, found.tokens_origin),
         ("mfu_ratio", found.mfu_ratio, found.mfu_origin),
         ("device_utilisation_ratio", found.device_utilisation_ratio, "measured with NVML"),
+        ("energy_j_per_step", found.energy_j_per_step, f"power of the GPU of rank {found.rank}"),
+        (
+            "energy_j_per_token",
+            found.energy_j_per_token,
+            f"all GPUs, if each takes the power of that of rank {found.rank}",
+        ),
     ):
         if value is not None:
             yield name, value, origin

@@ -6,6 +6,7 @@ from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.throughput import measure_throughput
 from fsdp_inspect.hardware import GPUS
 from fsdp_inspect.report.text import render_summary
+from fsdp_inspect.trace.kernels import KernelColumns, KernelRecord
 from fsdp_inspect.trace.run import ModelInfo
 from fsdp_inspect.trace.tables import DeviceTable
 from tests.builders import RunBuilder
@@ -139,6 +140,40 @@ def test_utilisation_is_the_mean_over_timed_steps():
     readings = [(50_000_000, 1), (150_000_000, 80), (350_000_000, 90), (700_000_000, 2)]
     run = build().build(device_tables={0: devices(readings), 1: devices([])})
     assert measure_throughput(run).device_utilisation_ratio == pytest.approx(0.85)
+
+
+def test_the_energy_is_the_power_of_a_gpu_in_timed_steps():
+    # 400 W in two timed steps of 100 ms on each of two GPUs; the first reading is in the warm-up.
+    readings = [(50_000_000, 900_000), (150_000_000, 300_000), (350_000_000, 500_000)]
+    rows = [
+        dict.fromkeys(DeviceTable.DTYPES, -1) | {"time_ns": time, "gpu_power_mw": power}
+        for time, power in readings
+    ]
+    table = DeviceTable.from_rows(rows)
+    run = build(config=SETTINGS).build(device_tables={0: table, 1: devices([])})
+    found = measure_throughput(run)
+    assert found.rank == 0
+    assert found.energy_j_per_step == pytest.approx(40)
+    assert found.energy_j_per_token == pytest.approx(2 * 40 / (128 * 2 * 3 * 2))
+    assert "if each takes the power" in text_of(render_summary(measure_summary(run)), width=160)
+
+
+def kernels_of(flops):
+    columns = {name: [0] for name in KernelColumns.model_fields}
+    columns |= {"unit": [0], "flops": [flops], "count": [1], "time_ns": [10]}
+    return KernelRecord(
+        steps=[3], step_ns=[2 * STEP_NS], names=["gemm"], columns=KernelColumns(**columns)
+    )
+
+
+def test_the_mfu_of_another_model_comes_from_the_operations_of_its_profiled_steps():
+    half = GPUS["h100-nvlink"].bf16_flops * 0.5 * STEP_NS / 1e9
+    builder = decoder(config={})
+    found = measure_throughput(builder.build(kernel_records={0: kernels_of(round(half))}))
+    assert found.mfu_ratio == pytest.approx(0.5)  # of a timed step, not of the profiled one
+    assert found.mfu_origin.endswith("operations of profiled steps, with recomputation")
+    without = measure_throughput(builder.build(kernel_records={0: kernels_of(0)}))
+    assert without is None
 
 
 def test_without_readings_nothing_is_known():
