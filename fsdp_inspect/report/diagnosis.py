@@ -281,10 +281,10 @@ def _late(found: Diagnosis) -> str:
 
 
 _STAGES = {
-    0: "trains",
-    StartStage.STARTED: "has no process group",
-    StartStage.GROUP_MADE: "has a process group and no sharded model",
-    StartStage.SHARDED: "has begun to shard its model",
+    0: "in training",
+    StartStage.STARTED: "no process group",
+    StartStage.GROUP_MADE: "a process group and no sharded model",
+    StartStage.SHARDED: "sharding of the model has begun",
 }
 
 
@@ -294,7 +294,7 @@ def _not_started(found: Diagnosis) -> str:
     for state in found.states:
         doing = "" if state.activity is None else f", {_activity(state.activity)}"
         failed = f", failed with {_clip(state.end.detail)}" if state.end.detail else ""
-        text = f"{_STAGES.get(state.start_stage, 'trains')}{doing}{failed}"
+        text = f"{_STAGES.get(state.start_stage, _STAGES[0])}{doing}{failed}"
         groups.setdefault(text, []).append(state.rank)
     return capitalize("; ".join(f"{format_ranks(each)}: {text}" for text, each in groups.items()))
 

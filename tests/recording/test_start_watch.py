@@ -65,7 +65,7 @@ def test_a_rank_that_stands_before_it_trains_leaves_its_stacks_until_it_trains(
     assert found.is_problem
     assert not found.is_certain
     sentence = describe_diagnosis(found).sentence
-    assert sentence.startswith("Probably: The training has not begun. Rank 0: has no process group")
+    assert sentence.startswith("Probably: The training has not begun. Rank 0: no process group")
     assert "test_start_watch.py" in sentence
     watch.end(None)
     assert list(tmp_path.iterdir()) == []
