@@ -26,6 +26,7 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, StepPart
+from fsdp_inspect.trace.host_work import LEAST_SWAP_BYTES
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import DeviceTable, rows_of
@@ -233,8 +234,6 @@ _LEAST_HEAT = 5.0
 """Smallest reported change of the GPU's temperature, in °C."""
 _LEAST_MEMORY = 0.1
 """Smallest reported relative change of the process memory."""
-_LEAST_SWAP = 64 << 20
-"""Smallest reported change of swapped-out memory, in bytes."""
 _LEAST_FAULTS = 10.0
 """Smallest reported change of the major page faults per second."""
 _MOST_LATE_RANKS = 4
@@ -414,7 +413,7 @@ def _levels(spans: Sequence[DeviceTable], of_rank: str) -> Iterator[str]:
 def _is_stated(column: str, was: float, now: float) -> bool:
     """Whether the level of a column changed by enough to be reported."""
     if column == "process_swap":
-        return abs(now - was) >= _LEAST_SWAP
+        return abs(now - was) >= LEAST_SWAP_BYTES
     if column == "gpu_temperature_c":
         return abs(now - was) >= _LEAST_HEAT
     least = _LEAST_MEMORY if column == "process_rss" else _LEAST_CLOCK

@@ -6,6 +6,10 @@ they state a late rank or a prediction. It answers with a caveat, or with a refu
 [Note: missing cores] Other programs, too many workers of data loaders and a small CPU quota show
 only in the scheduler's counters: on the host's clock, a thread without a core looks like a thread
 that works slowly. A run delay up to `MOST_DIFFERENCE` counts as a quiet machine.
+
+[Note: pages from a disk] A process whose memory was swapped out, or that maps files into memory,
+stands until the kernel has read a page. Only the second half of a recording counts, because a
+program reads its own code at its start.
 """
 
 import math
@@ -19,7 +23,15 @@ import numpy as np
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.errors import MissingDataError, StoreError
-from fsdp_inspect.formatting import capitalize, format_ns, format_ranks, format_ratio, plural
+from fsdp_inspect.formatting import (
+    capitalize,
+    format_bytes,
+    format_ns,
+    format_ranks,
+    format_ratio,
+    plural,
+)
+from fsdp_inspect.trace.host_work import LEAST_FAULTS_PER_S, LEAST_SWAP_BYTES
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import MISSING_INT
 
@@ -56,6 +68,7 @@ PIPELINE_CAVEAT = (
     "The run is a pipeline. Waits for other stages stay as recorded in every prediction, although "
     "they change with the time of each stage."
 )
+_LEAST_PAGING_NS = 2_000_000_000
 _MOST_RANKS = 64
 _MOST_NAMED = 4
 
@@ -71,6 +84,17 @@ class RunDelay:
 
 
 @dataclass(frozen=True, slots=True)
+class Paging:
+    """The rank whose process reads most pages from a disk."""
+
+    rank: int
+    faults_per_s: float
+    """Major page faults."""
+    swap_bytes: int
+    """Memory of the process in swap at the end; 0 if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trust:
     """The evidence of a run for and against statements. The defaults are those of a good run.
 
@@ -80,6 +104,8 @@ class Trust:
     run_id: str = ""
     run_delay: RunDelay | None = None
     """None: unknown, as in imports, predictions, and on systems other than Linux."""
+    paging: Paging | None = None
+    """None: no rank reads many pages from a disk, or it is unknown."""
     missing_ranks: tuple[int, ...] = ()
     """Ranks without data that took part."""
     self_check_error: float = 0.0
@@ -107,13 +133,37 @@ class Trust:
 
     @property
     def time_caveat(self) -> str | None:
-        """The sentence that every time of the run needs; None: none. See [Note: missing cores]."""
+        """What every time of the run needs, in sentences; None: nothing."""
+        return " ".join(filter(None, (self._cores_caveat, self._paging_caveat))) or None
+
+    @property
+    def _cores_caveat(self) -> str | None:
+        """See [Note: missing cores]."""
         if self.run_delay_ratio <= MOST_DIFFERENCE:
             return None
         return (
             f"The training thread had no CPU core for {format_ratio(self.run_delay_ratio)} of the "
             "recording. Measured times are too long by an unknown part of it, and a late rank or a "
             "wait may be a missing core. Record the run again on free cores."
+        )
+
+    @property
+    def _paging_caveat(self) -> str | None:
+        """See [Note: pages from a disk]."""
+        if self.paging is None:
+            return None
+        swapped = self.paging.swap_bytes >= LEAST_SWAP_BYTES
+        held = f" and has {format_bytes(self.paging.swap_bytes)} of its memory in swap"
+        remedy = (
+            "Give the job more memory, or keep less of it on the host: fewer workers of data "
+            "loaders, no offload."
+            if swapped
+            else "Its memory-mapped files are not in the host's memory."
+        )
+        return (
+            f"Rank {self.paging.rank} reads {self.paging.faults_per_s:,.0f} pages per second from "
+            f"a disk{held if swapped else ''}. Measured times contain an unknown part of these "
+            f"reads. {remedy}"
         )
 
     @property
@@ -301,7 +351,8 @@ def _measure_trust(run: RunSource) -> Trust:
     everyone = () if is_whole or not here else range(manifest.world_size)
     return Trust(
         run_id=manifest.run_id,
-        run_delay=_measure_run_delay(run),
+        run_delay=find_run_delay(run, _few_ranks(run)),
+        paging=_find_paging(run, _few_ranks(run)),
         missing_ranks=tuple(rank for rank in everyone if rank not in here),
         host_behind_ratio=_measure_host_behind(run),
     )
@@ -314,14 +365,14 @@ def _measure_host_behind(run: RunSource) -> float:
     return step.host_behind_ns / step.step_time_ns if step and step.step_time_ns else 0.0
 
 
-def _measure_run_delay(run: RunSource) -> RunDelay | None:
-    """The worst of a few ranks of each host, so that large jobs read few files."""
+def _few_ranks(run: RunSource) -> list[int]:
+    """A few ranks of each host, so that large jobs read few files."""
     by_host: dict[str, list[int]] = {}
     for record in run.ranks:
         by_host.setdefault(record.host, []).append(record.rank)
     most = max(1, _MOST_RANKS // max(len(by_host), 1))
     chosen = [rank for ranks in by_host.values() for rank in ranks[:most]]
-    return find_run_delay(run, chosen[:_MOST_RANKS])
+    return chosen[:_MOST_RANKS]
 
 
 def find_run_delay(run: RunSource, ranks: Sequence[int]) -> RunDelay | None:
@@ -332,17 +383,47 @@ def find_run_delay(run: RunSource, ranks: Sequence[int]) -> RunDelay | None:
 
 
 def _ratio_of_rank(run: RunSource, rank: int) -> float | None:
+    found = _increase(run, rank, "run_delay_ns")
+    return None if found is None else found[0] / found[1]
+
+
+def _increase(
+    run: RunSource, rank: int, counter: str, *, from_ratio: float = 0.0
+) -> tuple[int, int] | None:
+    """How much a counter of the device samples rose, and in which time, ns; None: unknown.
+
+    Args:
+        run: The run.
+        rank: The rank.
+        counter: A column of `DeviceTable` that only rises.
+        from_ratio: The fraction of the samples to leave out at the beginning.
+    """
     try:
         samples = run.devices(rank)
     except StoreError:
         return None
-    known = np.flatnonzero(samples.run_delay_ns != MISSING_INT)
+    values = getattr(samples, counter)
+    known = np.flatnonzero(values != MISSING_INT)
+    known = known[int(from_ratio * len(known)) :]
     if len(known) < 2:
         return None
     first, last = known[0], known[-1]
     passed = int(samples.time_ns[last] - samples.time_ns[first])
-    waited = int(samples.run_delay_ns[last] - samples.run_delay_ns[first])
-    return waited / passed if passed > 0 and waited >= 0 else None
+    rise = int(values[last] - values[first])
+    return (rise, passed) if passed > 0 and rise >= 0 else None
+
+
+def _find_paging(run: RunSource, ranks: Sequence[int]) -> Paging | None:
+    """The rank that reads most pages from a disk. See [Note: pages from a disk]."""
+    found: list[Paging] = []
+    for rank in ranks:
+        rise = _increase(run, rank, "major_faults", from_ratio=0.5)
+        if rise is None or rise[1] < _LEAST_PAGING_NS:
+            continue
+        rate = rise[0] / rise[1] * 1e9
+        if rate >= LEAST_FAULTS_PER_S:
+            found.append(Paging(rank, rate, max(int(run.devices(rank).process_swap[-1]), 0)))
+    return max(found, key=lambda each: each.faults_per_s, default=None)
 
 
 def find_run_delay_difference(

@@ -7,11 +7,9 @@ from enum import StrEnum
 
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind
 from fsdp_inspect.trace.black_box import Header
+from fsdp_inspect.trace.host_work import LEAST_FAULTS_PER_S
 from fsdp_inspect.trace.stack_dumps import StackFrame
 
-LEAST_FAULTS_PER_S = 50.0
-"""From this rate of major page faults, a process spends its time on them. Each takes 0.1 ms (a fast
-SSD) to 10 ms."""
 _LEAST_SHARE = 0.5
 """The fraction of the standstill that a garbage collection must fill."""
 

@@ -14,6 +14,11 @@ COLLECTION = "garbage collection"
 COMPILATION = "compilation"
 BOOLEAN_MASK = "boolean mask"
 PRINTED = "printing a tensor"
+LEAST_FAULTS_PER_S = 50.0
+"""From this rate of major page faults, a process spends its time on them. Each takes 0.1 ms (a fast
+SSD) to 10 ms."""
+LEAST_SWAP_BYTES = 64 << 20
+"""Less swapped-out memory of a process, or a smaller change of it, is not worth a sentence."""
 MOST_STOPS = 200
 """Lines of one rank that are kept, each with its kind of call."""
 MOST_BATCHES = 256

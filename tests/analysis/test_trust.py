@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_inspect.analysis.trust import RunDelay, Trust, measure_trust
+from fsdp_inspect.analysis.trust import Paging, RunDelay, Trust, measure_trust
 from fsdp_inspect.trace.tables import DeviceTable
 from tests.builders import RunBuilder
 
@@ -35,6 +35,41 @@ def test_nothing_is_told_of_a_scheduler_that_was_not_read_twice():
 
 def test_a_counter_that_began_anew_tells_nothing():
     assert measure_trust(run_with(r0=[(100, 50), (200, 9)])).run_delay is None
+
+
+def paging_run(*samples):
+    """Samples of the second, the major page faults and the MiB in swap, of one rank."""
+    builder = RunBuilder()
+    builder.rank(0).step(0, 0, 100)
+    rows = [
+        dict.fromkeys(DeviceTable.DTYPES, -1)
+        | {"time_ns": second * 10**9, "major_faults": faults, "process_swap": swap << 20}
+        for second, faults, swap in samples
+    ]
+    return replace(builder.build(), device_tables={0: DeviceTable.from_rows(rows)})
+
+
+def test_pages_read_from_a_disk_are_a_caveat_of_every_time():
+    trust = measure_trust(paging_run((0, 0, 0), (2, 10, 0), (4, 10, 2048), (6, 410, 2048)))
+    assert trust.paging == Paging(0, pytest.approx(200), 2048 << 20)
+    assert "Rank 0 reads 200 pages per second from a disk and has 2.00 GiB" in trust.time_caveat
+    assert "no offload" in trust.time_caveat
+    mapped = measure_trust(paging_run((0, 0, 0), (2, 10, 0), (4, 10, 0), (6, 410, 0)))
+    assert "swap" not in mapped.time_caveat
+    assert "memory-mapped files" in mapped.time_caveat
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        pytest.param([(0, 0, 0), (1, 9000, 0), (4, 9010, 0), (6, 9020, 0)], id="at the start"),
+        pytest.param([(0, 0, 900), (3, 0, 900), (6, 0, 900), (9, 0, 900)], id="swapped, not read"),
+        pytest.param([(0, 0, 0), (1, 900, 0)], id="too short"),
+        pytest.param([(0, -1, -1), (3, -1, -1), (6, -1, -1)], id="unknown"),
+    ],
+)
+def test_a_process_that_does_not_wait_for_pages_has_no_caveat(samples):
+    assert measure_trust(paging_run(*samples)).time_caveat is None
 
 
 @pytest.mark.parametrize(("cost_ratio", "is_first"), [(0.0, True), (0.6, True), (0.7, False)])
