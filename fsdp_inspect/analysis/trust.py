@@ -134,7 +134,7 @@ class Trust:
     @property
     def time_caveat(self) -> str | None:
         """What every time of the run needs, in sentences; None: nothing."""
-        return " ".join(filter(None, (self._cores_caveat, self._paging_caveat))) or None
+        return " ".join(filter(None, (self._cores_caveat, self.paging_caveat))) or None
 
     @property
     def _cores_caveat(self) -> str | None:
@@ -148,8 +148,8 @@ class Trust:
         )
 
     @property
-    def _paging_caveat(self) -> str | None:
-        """See [Note: pages from a disk]."""
+    def paging_caveat(self) -> str | None:
+        """What pages that a rank reads from a disk do to its times. See [Note: pages from a disk]."""
         if self.paging is None:
             return None
         swapped = self.paging.swap_bytes >= LEAST_SWAP_BYTES

@@ -155,7 +155,7 @@ def give_verdict(facts: StepFacts) -> Verdict:
     sentence, because, why, next_steps = phrase_limit(limit, facts)
     caveats = (
         facts.trust.wait_caveat if limit in OF_WAITS else None,
-        facts.trust.time_caveat if limit is not Limit.CORES else None,
+        facts.trust.paging_caveat if limit is Limit.CORES else facts.trust.time_caveat,
     )
     why = " ".join(filter(None, (why, *caveats)))
     is_outside_fsdp = limit is Limit.COMMUNICATION and facts.other_part is not None
