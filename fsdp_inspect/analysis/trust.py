@@ -149,7 +149,7 @@ class Trust:
 
     @property
     def paging_caveat(self) -> str | None:
-        """What pages that a rank reads from a disk do to its times. See [Note: pages from a disk]."""
+        """What pages from a disk do to the times. See [Note: pages from a disk]."""
         if self.paging is None:
             return None
         swapped = self.paging.swap_bytes >= LEAST_SWAP_BYTES
@@ -158,7 +158,7 @@ class Trust:
             "Give the job more memory, or keep less of it on the host: fewer workers of data "
             "loaders, no offload."
             if swapped
-            else "Its memory-mapped files are not in the host's memory."
+            else "Its memory-mapped files, or its code, are not in the host's memory."
         )
         return (
             f"Rank {self.paging.rank} reads {self.paging.faults_per_s:,.0f} pages per second from "
