@@ -22,9 +22,9 @@ from fsdp_inspect.recording.storage_tracker import (
 from fsdp_inspect.recording.torch_api.dispatch import (
     FakeTensorMode,
     TorchDispatchMode,
-    dispatch_modes,
 )
 from fsdp_inspect.recording.torch_api.modules import is_compiled_module
+from fsdp_inspect.recording.torch_api.overrides import modes_of_training
 from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
 from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment
@@ -287,8 +287,7 @@ def _members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 def _other_modes() -> list[TorchDispatchMode]:
     """Other active dispatch modes, except fake tensors, which are followed like real ones."""
-    modes = dispatch_modes()
-    return [mode for mode in modes if not isinstance(mode, FakeTensorMode)]
+    return [mode for mode in modes_of_training() if not isinstance(mode, FakeTensorMode)]
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -61,14 +61,13 @@ from fsdp_inspect.recording.torch_api.dispatch import (
     TorchDispatchMode,
     active_fake_mode,
     count_references,
-    current_dispatch_mode,
     device_of_fake,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
     schema_of,
     storage_key,
 )
-from fsdp_inspect.recording.torch_api.overrides import unseen
+from fsdp_inspect.recording.torch_api.overrides import modes_of_training, unseen
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
 
 TensorLike = torch.Tensor | torch.UntypedStorage
@@ -341,7 +340,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if current_dispatch_mode() is not self:
+        if modes_of_training()[-1:] != [self]:
             self.problem = "another dispatch mode began or ended inside it and hid a part of it"
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.undo()

@@ -32,6 +32,7 @@ from fsdp_inspect.recording.collectives import (
     write_blocking,
 )
 from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
+from fsdp_inspect.recording.torch_api.overrides import without_functions
 from fsdp_inspect.recording.units import code_and_size
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
@@ -164,7 +165,8 @@ class UnitTimer:
             return 0
         begun = session.clock.host_now() if session.times_plain else 0
         try:
-            num_bytes = message.nbytes
+            with without_functions():
+                num_bytes = message.nbytes
             known_bytes, dtype, place = self._known.get(kind, _UNKNOWN)
             if known_bytes != num_bytes:
                 place = session.places.last_of(self.index)

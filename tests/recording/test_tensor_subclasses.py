@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from fsdp_inspect import Recorder
@@ -159,3 +162,58 @@ def test_a_default_device_of_the_script_is_not_that_of_the_recorders_own_tensors
     [record] = run.ranks
     assert record.training is not None
     assert all(None not in each.weighted for each in record.training.updates)
+
+
+class Operators(TorchDispatchMode):
+    """Counts all operators that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Counts all functions that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(getattr(func, "__qualname__", func))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Operators, Functions])
+def test_a_mode_of_the_script_sees_the_same_calls(
+    kind: type[Operators | Functions], one_rank: None, tmp_path: Path
+) -> None:
+    def use(path: Path | None) -> Counter[str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        fully_shard(model[0])
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        loader = DataLoader(torch.randn(12 * STEPS, 8), batch_size=2)  # 22 steps are in detail
+        recorder = None if path is None else Recorder(model, path=path, overhead="1%")
+        with contextlib.nullcontext() if recorder is None else recorder, kind() as mode:
+            for batch in loader:
+                with contextlib.nullcontext() if recorder is None else recorder.step():
+                    loss = model(batch).square().mean()
+                    loss.backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return mode.counts
+
+    plain = use(None)
+    assert sum(plain.values()) > 100 * STEPS
+    assert use(tmp_path / "run") == plain
+    found = open_run(tmp_path / "run")
+    memory = "Step 2 is not a memory step: another torch dispatch mode was active when it began."
+    assert [memory in note for note in found.notes] == [True] * (kind is Operators)
+    assert check_training(found) is not None

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _get_current_dispatch_mode as current_dispatch_mode,
     _get_current_dispatch_mode_stack as dispatch_modes,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
@@ -30,7 +29,6 @@ __all__ = [
     "QuickFakeTensorMode",
     "TorchDispatchMode",
     "active_fake_mode",
-    "current_dispatch_mode",
     "device_of_fake",
     "dispatch_modes",
     "is_traceable_wrapper_subclass",
