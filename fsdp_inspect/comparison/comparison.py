@@ -27,6 +27,7 @@ from fsdp_inspect.comparison.differences import (
     compare_parts,
     compare_units,
 )
+from fsdp_inspect.comparison.increases import LineChange, compare_lines
 from fsdp_inspect.comparison.settings import (
     SettingDifference,
     compare_settings,
@@ -91,6 +92,9 @@ class Comparison(Result):
     units: tuple[UnitComparison, ...]
     memory: tuple[CategoryComparison, ...]
     """Memory by category at the peak of the memory steps; empty if none was recorded."""
+    lines: tuple[tuple[LineChange, ...], ...]
+    """For each side but the first, the lines whose memory at the peak differs from that of the
+    reference, the largest change first; empty if a side has no lines."""
 
 
 def compare_runs(
@@ -139,6 +143,9 @@ def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
         dimensions=compare_dimensions(sides),
         units=evidence.units,
         memory=evidence.memory,
+        lines=tuple(
+            compare_lines(sides[0].median_run.lines, side.median_run.lines) for side in sides[1:]
+        ),
     )
 
 
