@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_inspect.errors import FsdpInspectError, RecordingError
+
 
 def debug_handlers(path: str | Path) -> list[Any]:
     """Torch's own pages, and a page with the state of the ranks of a run.
@@ -23,9 +25,18 @@ def debug_handlers(path: str | Path) -> list[Any]:
 
     Returns:
         The value of `handlers` of `torch.distributed.debug.start_debug_server`.
-    """
-    from fsdp_inspect.recording.torch_api.debug_page import add_page
 
+    Raises:
+        RecordingError: This torch has no such page, or a package that it needs is missing.
+    """
+    try:
+        from fsdp_inspect.recording.torch_api.debug_page import add_page
+    except ImportError as error:
+        raise RecordingError(
+            f"Torch's debug page cannot be used: {error}. Expected torch.distributed.debug as in "
+            "torch 2.13, with jinja2 and tabulate. Install them, or start the server without "
+            "handlers."
+        ) from error
     return add_page(partial(describe_ranks, str(path)))
 
 
@@ -33,7 +44,6 @@ def describe_ranks(path: str) -> str:
     """The diagnosis of a run, and the step, phase, unit and line of each rank."""
     from rich.console import Console
 
-    from fsdp_inspect.errors import FsdpInspectError
     from fsdp_inspect.report.diagnosis import render_diagnosis, render_states
     from fsdp_inspect.run import open_run
 

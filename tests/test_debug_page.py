@@ -1,12 +1,13 @@
 """Torch's debug page shows the state of the ranks, and `diagnose` asks its server."""
 
 import html
+import sys
 from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.debug_page import describe_ranks
-from fsdp_inspect.errors import ImportingError
+from fsdp_inspect.debug_page import debug_handlers, describe_ranks
+from fsdp_inspect.errors import ImportingError, RecordingError
 from fsdp_inspect.importing.debug_server import fetch_dumps, is_debug_server
 from tests.conftest import Torchrun
 
@@ -34,6 +35,13 @@ def test_the_page_and_the_diagnosis_name_the_line_of_the_late_rank(
     assert "Rank 1 never reached all-gather" in found
     line = HANG.read_text().split("time.sleep(0.5)")[0].count("\n") + 1
     assert f"debug_server_hang.py:{line}" in found
+
+
+def test_without_the_packages_of_torchs_server_the_error_names_them(monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "fsdp_inspect.recording.torch_api.debug_page", raising=False)
+    monkeypatch.setitem(sys.modules, "torch.distributed.debug._debug_handlers", None)
+    with pytest.raises(RecordingError, match="jinja2 and tabulate"):
+        debug_handlers("run")
 
 
 def test_a_run_that_cannot_be_read_is_stated_on_the_page(tmp_path: Path) -> None:

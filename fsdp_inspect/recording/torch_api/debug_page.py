@@ -1,4 +1,4 @@
-"""Show a text of FSDP Inspect on torch's debug page (`torch.distributed.debug`, torch 2.11)."""
+"""Show a text of FSDP Inspect on torch's debug page (`torch.distributed.debug`, torch 2.13)."""
 
 from __future__ import annotations
 
