@@ -110,7 +110,7 @@ torch-matrix: $(READY) ## Record and test with torch 2.9.1, 2.11.0, 2.13.0 and t
 	$(BIN)/python -m tests.studies.torch_matrix $(ARGS)
 
 .PHONY: trackers
-trackers: $(TRACKERS)/.complete ## Log to wandb, MLflow, TensorBoard and OpenTelemetry, offline
+trackers: $(TRACKERS)/.complete ## Log to wandb, MLflow, TensorBoard, Comet, Trackio and OpenTelemetry, offline
 	$(TRACKERS)/bin/python -m pytest -m trackers tests/studies/trackers $(ARGS)
 
 .PHONY: gpu

@@ -19,6 +19,7 @@ from fsdp_inspect.version import __version__
 if TYPE_CHECKING:
     from fsdp_inspect.catalog.catalog import Catalog, open_catalog
     from fsdp_inspect.catalog.index import index_runs
+    from fsdp_inspect.debug_page import debug_handlers
     from fsdp_inspect.emulation.forecast.forecast import forecast_memory
     from fsdp_inspect.emulation.forecast.target import ForecastTarget
     from fsdp_inspect.recording.recorder import Recorder
@@ -35,6 +36,7 @@ __all__ = [
     "Run",
     "__version__",
     "apply_plan",
+    "debug_handlers",
     "forecast_memory",
     "index_runs",
     "observe_plan",
@@ -49,6 +51,7 @@ _HOMES = {
     "Recorder": "fsdp_inspect.recording.recorder",
     "Run": "fsdp_inspect.run",
     "apply_plan": "fsdp_inspect.recording.torch_api.apply",
+    "debug_handlers": "fsdp_inspect.debug_page",
     "forecast_memory": "fsdp_inspect.emulation.forecast.forecast",
     "index_runs": "fsdp_inspect.catalog.index",
     "observe_plan": "fsdp_inspect.recording.torch_api.observe",

@@ -296,12 +296,13 @@ class TrainerConfig(BaseModel):
         legal="an amount above 0 with a unit (2GiB, 512MB)",
     )
     log_to: Annotated[
-        tuple[Literal["wandb", "mlflow", "tensorboard", "otel"], ...], BeforeValidator(_read_list)
+        tuple[Literal["wandb", "mlflow", "tensorboard", "comet", "trackio", "otel"], ...],
+        BeforeValidator(_read_list),
     ] = _setting(
         Section.RECORDING,
         (),
         "Trackers to which rank 0 logs the numbers of each step, in the background.",
-        legal="wandb, mlflow, tensorboard or otel, separated by commas",
+        legal="wandb, mlflow, tensorboard, comet, trackio or otel, separated by commas",
     )
     upload: str | None = _setting(
         Section.RECORDING,

@@ -18,6 +18,7 @@ PUBLIC_NAMES = [
     "Run",
     "__version__",
     "apply_plan",
+    "debug_handlers",
     "forecast_memory",
     "index_runs",
     "observe_plan",

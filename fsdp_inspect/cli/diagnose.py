@@ -25,6 +25,7 @@ from fsdp_inspect.store.schema import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.diagnose import Diagnosis
+    from fsdp_inspect.importing.message_labels import ModelParts
     from fsdp_inspect.parallel.tasks import Tasks
     from fsdp_inspect.run import Run
 
@@ -79,12 +80,23 @@ def diagnose(  # noqa: PLR0913 - one argument an option
             metavar="FILE",
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Of dumps: name the units from message sizes. A preset (llama-8b), or the "
+            "config.json of a Hugging Face model or its folder.",
+            metavar="MODEL",
+        ),
+    ] = None,
     dask: DaskOption = None,
 ) -> None:
     """Explain why a run hung, died or went wrong: the rank, the unit, the line of code.
 
     RUN can also be a folder of dumps of torch's flight recorder (`nccl_trace_rank_0`), so that no
-    recorder is needed.
+    recorder is needed. Dumps have no units; with `--model`, they are inferred from the messages.
+
+    RUN can also be the address of torch's debug server (`torch.distributed.debug`), such as
+    `http://node0:25999`. It then asks each rank for its stacks and its flight recorder.
 
     It works while the job hangs, and after it was killed. It reads the files in the folder of each
     rank: the last collectives, the stacks of its threads, and its exit.
@@ -110,7 +122,7 @@ def diagnose(  # noqa: PLR0913 - one argument an option
         import fsdp_inspect.run  # noqa: F401 - loaded while the ranks still write
 
         _await_ranks(job, max(begun_s + SETTLE_S - time.monotonic(), _LAST_SETTLE_S))
-    with open_tasks(dask) as connected, _as_run(run) as folder:
+    with open_tasks(dask) as connected, _as_run(run, model) as folder:
         tasks = show_bars(connected)
         opened = open_run_argument(folder, tasks, attempt)
         found = opened.diagnose(with_plans=False)
@@ -137,21 +149,56 @@ def diagnose(  # noqa: PLR0913 - one argument an option
 
 
 @contextlib.contextmanager
-def _as_run(argument: str) -> Iterator[str]:
+def _as_run(argument: str, model: str | None) -> Iterator[str]:
     """The run that RUN names; dumps of torch's flight recorder become a temporary run."""
-    path = Path(argument)
-    if not path.exists() or (path / MANIFEST_FILE).exists():
-        yield argument
-        return
+    from fsdp_inspect.importing.debug_server import fetch_dumps, is_debug_server
     from fsdp_inspect.importing.flight_recorder import import_dumps, looks_like_dumps
 
-    if not looks_like_dumps(path):
+    parts = None if model is None else parts_of_model(model)
+    if is_debug_server(argument):
+        with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as folder:
+            dumps, target = Path(folder) / "dumps", Path(folder) / "debug-server"
+            stacks = fetch_dumps(argument, dumps)
+            import_dumps(dumps, target, name=argument, model=parts, stacks=stacks)
+            yield str(target)
+        return
+    path = Path(argument)
+    is_run = not path.exists() or (path / MANIFEST_FILE).exists()
+    if is_run or not looks_like_dumps(path):
+        if model is not None:
+            raise typer.BadParameter(
+                f"{argument!r} is not a folder of flight recorder dumps. Expected dumps: a run "
+                "names its own units. Omit --model.",
+                param_hint="--model",
+            )
         yield argument
         return
     with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as folder:
         target = Path(folder) / (path.stem or "dumps")
-        import_dumps(path, target)
+        import_dumps(path, target, model=parts)
         yield str(target)
+
+
+def parts_of_model(name: str) -> "ModelParts":
+    """The parts of a preset or a Hugging Face model that units hold.
+
+    Raises:
+        ConfigError: There is no such model, or its architecture is unsupported.
+    """
+    from fsdp_inspect.importing.message_labels import ModelParts
+    from fsdp_inspect.simulation.planning.transformer import load_model
+
+    model, _ = load_model(name)
+    names, head = model.module_names, model.head_shapes()
+    norm = tuple(shape for shape in head if len(shape) == 1)
+    last = ((names.norm, norm), (names.head, tuple(head[len(norm) :])))
+    return ModelParts(
+        blocks=names.blocks,
+        num_blocks=model.num_layers,
+        block_shapes=tuple(model.block_shapes()),
+        first=(names.embedding, tuple(model.embedding_shapes())),
+        last=tuple(part for part in last if part[1]),
+    )
 
 
 def _await_ranks(job: int, timeout_s: float) -> None:

@@ -96,7 +96,8 @@ def export(  # noqa: PLR0913 (every option is a parameter)
     **perfetto** writes a Chrome trace for https://ui.perfetto.dev. Each rank is a process with
     tracks for the step, the compute stream or main thread with its exposed waits, and each kind of
     collective. Arrows connect the issue, the collective and the use of its result. Memory and
-    device samples are counters. A trace of 50 MB opens quickly.
+    device samples are counters. A trace of 50 MB opens quickly. A name that ends in `.pftrace`
+    gives Perfetto's own packets (extra `perfetto`).
 
     **csv** and **parquet** write one file each for events, memory, devices, scalars, summary, steps
     and units. Codes become names, and the name of a column ends in its unit. Times are ns on the
@@ -195,10 +196,10 @@ def _export_trace(
     from fsdp_inspect.report.output import whole_file
     from fsdp_inspect.report.perfetto import write_perfetto
 
-    if not out.name.endswith((".json", ".json.gz")):
+    if not out.name.endswith((".json", ".json.gz", ".pftrace")):
         raise typer.BadParameter(
-            f"invalid file name {out.name!r}. Expected a name that ends in .json or .json.gz. Use, "
-            f"for example, --out {out.name}.json.gz",
+            f"invalid file name {out.name!r}. Expected a name that ends in .json, .json.gz or "
+            f".pftrace. Use, for example, --out {out.name}.json.gz",
             param_hint="--out",
         )
     with whole_file(out, replaces=replaces) as place:

@@ -29,6 +29,7 @@ from fsdp_inspect.comparison.differences import (
     compare_parts,
     compare_units,
 )
+from fsdp_inspect.comparison.increases import LineChange, compare_lines
 from fsdp_inspect.comparison.settings import (
     SettingDifference,
     compare_settings,
@@ -97,6 +98,9 @@ class Comparison(Result):
     """Kernels of the profiled steps by kind, the largest change first; empty: none profiled."""
     kernels: tuple[KernelComparison, ...]
     """The same kernels by unit, phase and kind."""
+    lines: tuple[tuple[LineChange, ...], ...]
+    """For each side but the first, the lines whose memory at the peak differs from that of the
+    reference, the largest change first; empty if a side has no lines."""
 
 
 def compare_runs(
@@ -147,6 +151,9 @@ def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
         memory=evidence.memory,
         kernel_kinds=compare_kernels(sides, by_unit=False),
         kernels=compare_kernels(sides, by_unit=True),
+        lines=tuple(
+            compare_lines(sides[0].median_run.lines, side.median_run.lines) for side in sides[1:]
+        ),
     )
 
 

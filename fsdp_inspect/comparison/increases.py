@@ -7,12 +7,14 @@ together.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_inspect.analysis.exposed import Exposed
 from fsdp_inspect.analysis.memory.peak import PeakMoment
 from fsdp_inspect.formatting import format_owner, format_unit
+from fsdp_inspect.trace.run import RunSource
 
 _NEARLY_ALL = 0.95
 _LEAST_SHARE = 0.05
@@ -82,6 +84,24 @@ class Increase:
 def moment_of(peak: PeakMoment, lines: tuple[LineBytes, ...] = ()) -> MemoryMoment:
     """A moment of a run, with the bytes by unit and category."""
     return MemoryMoment(peak.bytes, _name_of(peak.fqn), _held_at(peak), lines)
+
+
+def lines_at(run: RunSource, moment: PeakMoment, name: str = "") -> tuple[LineBytes, ...]:
+    """The lines that allocated the memory of a moment; empty: not recorded.
+
+    Args:
+        run: The run.
+        moment: The moment.
+        name: Its name in `live_memory.json`; empty: the phase.
+    """
+    names = {unit.index: format_unit(unit.fqn) for unit in run.manifest.units}
+    return tuple(
+        LineBytes(names.get(row.unit, NO_UNIT), row.category, row.place, row.bytes, row.count)
+        for live in run.live_moments(moment.rank)
+        if live.phase == (name or moment.phase) and live.step == moment.step
+        for row in live.live
+        if row.place
+    )
 
 
 def moved_by(before: MemoryMoment, after: MemoryMoment) -> int | None:
@@ -334,3 +354,106 @@ def _sum(category: str, line: str, rows: list[LineBytes], *, is_changed: bool) -
         sum(row.count for row in rows),
         is_changed,
     )
+
+
+# --- Compare the lines of two runs, whose code may differ.
+
+MOST_CHANGES = 8
+"""The highest number of lines in a comparison."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineChange:
+    """The live memory that a line allocated, at the peaks of two runs."""
+
+    category: str
+    units: tuple[str, ...]
+    """The units that own it in either run."""
+    line: str
+    """`file:line`, in the later run unless only the earlier one has it."""
+    values: tuple[int, int]
+    """Bytes in each run."""
+
+    @property
+    def change(self) -> int:
+        """The increase, bytes."""
+        return self.values[1] - self.values[0]
+
+    @property
+    def where(self) -> str:
+        """The units in short form."""
+        return abbreviate_units(self.units)
+
+
+def compare_lines(
+    before: Sequence[LineBytes], after: Sequence[LineBytes]
+) -> tuple[LineChange, ...]:
+    """Compare lines by category; the largest change first, without equal ones.
+
+    An edit moves the lines below it. So these lines of one file correspond, in this order: those
+    that allocate the same bytes in the same units, those with the same number, and those that are
+    the only ones left in their units. The others are of one run only.
+    """
+    if not before or not after:
+        return ()
+    old, new = _by_line(before), _by_line(after)
+    changes = []
+    for content in (_same_place, _same_bytes, lambda line, held: line, _same_units):
+        for first, second in [*_pairs(old, new, content)]:
+            changes.append(_change(second, old.pop(first), new.pop(second)))
+    changes += [_change(line, held, {}) for line, held in old.items()]
+    changes += [_change(line, {}, held) for line, held in new.items()]
+    changes = [each for each in changes if each.change]
+    return tuple(sorted(changes, key=lambda each: -abs(each.change))[:MOST_CHANGES])
+
+
+_Line = tuple[str, str]
+"""A category and a line."""
+_OfUnits = dict[str, int]
+"""Bytes by unit."""
+
+
+def _by_line(rows: Sequence[LineBytes]) -> dict[_Line, _OfUnits]:
+    found: dict[_Line, _OfUnits] = {}
+    for row in rows:
+        held = found.setdefault((row.category, row.line), {})
+        held[row.unit] = held.get(row.unit, 0) + row.bytes
+    return found
+
+
+def _pairs(
+    old: Mapping[_Line, _OfUnits],
+    new: Mapping[_Line, _OfUnits],
+    content: Callable[[_Line, _OfUnits], Any],
+) -> Iterator[tuple[_Line, _Line]]:
+    """Lines with the same content, if both runs have equally many of them, in order."""
+    olds, news = _group(old, content), _group(new, content)
+    for key, lines in olds.items():
+        if len(lines) == len(news.get(key, ())):
+            yield from zip(lines, news[key], strict=True)
+
+
+def _group(
+    lines: Mapping[_Line, _OfUnits], content: Callable[[_Line, _OfUnits], Any]
+) -> dict[str, list[_Line]]:
+    found: dict[str, list[_Line]] = {}
+    for line in sorted(lines, key=lambda line: in_words_and_numbers(line[1])):
+        found.setdefault(repr(content(line, lines[line])), []).append(line)
+    return found
+
+
+def _same_place(line: _Line, held: _OfUnits) -> Any:
+    return line, sorted(held.items())
+
+
+def _same_bytes(line: _Line, held: _OfUnits) -> Any:
+    return line[0], _NUMBER.sub("", line[1]), sorted(held.items())
+
+
+def _same_units(line: _Line, held: _OfUnits) -> Any:
+    return line[0], _NUMBER.sub("", line[1]), sorted(held)
+
+
+def _change(line: _Line, before: _OfUnits, after: _OfUnits) -> LineChange:
+    units = sorted({*before, *after}, key=in_words_and_numbers)
+    return LineChange(line[0], tuple(units), line[1], (sum(before.values()), sum(after.values())))

@@ -7,6 +7,7 @@ from string import ascii_uppercase
 
 from fsdp_inspect.analysis.kernels import Kernels, find_profile
 from fsdp_inspect.analysis.summary import Summary, measure_summary
+from fsdp_inspect.comparison.increases import LineBytes, lines_at
 from fsdp_inspect.comparison.settings import are_repeats
 from fsdp_inspect.trace.run import RunManifest, RunSource, TableOrigin, Unit
 
@@ -17,6 +18,8 @@ class MeasuredRun:
 
     manifest: RunManifest
     summary: Summary
+    lines: tuple[LineBytes, ...] = ()
+    """The lines that allocated the memory at the peak of the memory steps; empty: not recorded."""
 
     @property
     def step_time_ns(self) -> int | None:
@@ -94,13 +97,18 @@ def _join_repeats(runs: Sequence[RunSource]) -> list[list[RunSource]]:
 def _side(
     label: str, runs: Sequence[RunSource], summary: Callable[[RunSource], Summary]
 ) -> MeasuredSide:
-    measured = tuple(MeasuredRun(run.manifest, summary(run)) for run in runs)
+    measured = tuple(_measure(run, summary(run)) for run in runs)
     ordered = sorted(measured, key=_standing)
     timed = [run for run in ordered if run.step_time_ns is not None]
     candidates = timed or ordered
     middle = candidates[(len(candidates) - 1) // 2]
     source = runs[next(place for place, run in enumerate(measured) if run is middle)]
     return MeasuredSide(label, measured, middle, find_profile(source))
+
+
+def _measure(run: RunSource, summary: Summary) -> MeasuredRun:
+    peak = summary.memory.peak
+    return MeasuredRun(run.manifest, summary, () if peak is None else lines_at(run, peak))
 
 
 def _named(side: MeasuredSide, names: Mapping[TableOrigin, str]) -> MeasuredSide:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.errors import CorruptFileError, FsdpInspectError, ImportingError, NotARunError
 from fsdp_inspect.formatting import format_numbers
-from fsdp_inspect.importing.flight_recorder_file import Dump, read_dump
+from fsdp_inspect.importing.flight_recorder_file import Collective, Dump, read_dump
+from fsdp_inspect.importing.message_labels import ModelParts
+from fsdp_inspect.importing.model_units import NamedUnits, assign_units, name_units
 from fsdp_inspect.store.finished import write_finished_run
 from fsdp_inspect.trace.black_box import (
     CAPACITY,
@@ -71,13 +73,22 @@ def looks_like_dumps(path: Path) -> bool:
         return False
 
 
-def import_dumps(path: Path, out: Path, *, name: str = "") -> ImportedDumps:
+def import_dumps(
+    path: Path,
+    out: Path,
+    *,
+    name: str = "",
+    model: ModelParts | None = None,
+    stacks: Mapping[int, str] | None = None,
+) -> ImportedDumps:
     """Turn dumps of the flight recorder into a run folder that holds a black box per rank.
 
     Args:
         path: One dump, or a folder of one per rank. The rank is the number in the file's name.
         out: The run folder to create; must not exist, or be empty.
         name: Name of the run; the default is the name of `path`.
+        model: The parts of the model, from which the units are inferred; None: no unit has a name.
+        stacks: Python stacks of ranks at the time of the dumps, as faulthandler writes them.
 
     Raises:
         NotARunError: `path` has no dump.
@@ -97,16 +108,30 @@ def import_dumps(path: Path, out: Path, *, name: str = "") -> ImportedDumps:
     members = _members(dumps)
     world_size = _world_size(dumps, members)
     latest_ns = max(each.time_ns for dump in dumps.values() for each in dump.collectives)
-    boxes = _make_boxes(dumps, members, latest_ns)
     notes = [*_general_notes(), *notes, *_notes_of_times(dumps)]
+    units = None
+    if model is not None:
+        units = _infer_units(dumps, members, model)
+        dumps = {
+            rank: replace(dump, collectives=assign_units(dump.collectives, units))
+            for rank, dump in dumps.items()
+        }
+        notes.append(_note_of_units(units, model))
+    boxes = _make_boxes(dumps, members, latest_ns)
     manifest = _describe(out, path, files, world_size, latest_ns, notes)
     manifest = manifest.model_copy(
-        update={"name": name or path.name, "backend": next(iter(dumps.values())).backend}
+        update={
+            "name": name or path.name,
+            "backend": next(iter(dumps.values())).backend,
+            "units": [] if units is None else units.describe(),
+        }
     )
     with write_finished_run(out) as run:
         for rank, box in boxes.items():
             run.write_record(_record(rank, world_size, latest_ns).of_run(manifest))
             run.write_black_box(rank, box)
+            if stacks is not None and rank in stacks:
+                run.write_stacks(rank, stacks[rank])
         run.finish(manifest)
     return ImportedDumps(
         path=out,
@@ -207,6 +232,23 @@ def _world_size(dumps: dict[int, Dump], members: dict[str, tuple[int, ...]]) -> 
     return max(largest, *dumps) + 1
 
 
+def _infer_units(
+    dumps: dict[int, Dump], members: dict[str, tuple[int, ...]], model: ModelParts
+) -> NamedUnits:
+    """The units by group and position: all ranks issue the same up to their first difference."""
+    groups = {}
+    for name, ranks in members.items():
+        issued: dict[int, Collective] = {}
+        for dump in dumps.values():
+            issued |= {each.sequence: each for each in dump.ordered(name)}
+        in_order = [each for _, each in sorted(issued.items())]
+        if in_order:
+            size = max(each.group_size for each in in_order) or len(ranks)
+            differs = _first_difference(dumps, name, 0, in_order[-1].sequence)
+            groups[name] = (in_order, size, differs)
+    return name_units(groups, model)
+
+
 # --- black boxes
 
 
@@ -221,9 +263,9 @@ def _make_boxes(
     """
     begins, ends = {}, {}
     for name in members:
-        sequences = [dump.sequences(name) for dump in dumps.values()]
-        begins[name] = max((each[0] for each in sequences if each), default=0)
-        ends[name] = min((each[-1] for each in sequences if each), default=0)
+        ordered = [each for dump in dumps.values() if (each := dump.ordered(name))]
+        begins[name] = max((each[0].sequence for each in ordered), default=0)
+        ends[name] = min((each[-1].sequence for each in ordered), default=0)
         differs = _first_difference(dumps, name, begins[name], ends[name])
         ends[name] = min(ends[name], differs - 1)
     has_ends = any(each.completed_ns for dump in dumps.values() for each in dump.collectives)
@@ -320,6 +362,18 @@ def _general_notes() -> list[str]:
         "Flight recorder dumps hold the order of collectives, not units, steps, compute or memory. "
         "They cannot show that ranks exchanged two units of equal size."
     ]
+
+
+def _note_of_units(units: NamedUnits, model: ModelParts) -> str:
+    if not any(name.startswith(f"{model.blocks}.") for name in units.names):
+        return (
+            f"No message has the size of a block of the model ({model.blocks}), so blocks have no "
+            "name. Check --model; other widths, tensor parallelism and DDP have other sizes."
+        )
+    return (
+        "Units are inferred from the sizes of messages and of the model, and blocks from their "
+        f"order in a pass. {model.blocks}.* is a block whose place is unknown."
+    )
 
 
 def _notes_of_times(dumps: dict[int, Dump]) -> list[str]:

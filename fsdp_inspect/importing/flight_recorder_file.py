@@ -78,10 +78,10 @@ class Dump:
             self, collectives=tuple(replace(each, unit=UNKNOWN_UNIT) for each in self.collectives)
         )
 
-    def sequences(self, group: str) -> list[int]:
-        """The positions of a group that the dump has, without point-to-point messages."""
+    def ordered(self, group: str) -> list[Collective]:
+        """The collectives of a group, without point-to-point messages."""
         return [
-            each.sequence
+            each
             for each in self.collectives
             if each.group == group and each.kind is not EventKind.POINT_TO_POINT
         ]

@@ -111,7 +111,7 @@ class HostRows:
             *(self._copy_rows(name, kind) for name, kind in _COPY_OPERATORS.items()),
             self._steps(),
         ]
-        if len(self.ranges) == 0:
+        if len(self.ranges) == 0 and len(self.trace.events[Category.OPERATOR]):
             parts += [self._compute_rows(), self._empty_kernels()]
         return EventTable.concat(parts)
 

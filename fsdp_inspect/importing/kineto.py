@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 
 from fsdp_inspect.errors import ImportingError
@@ -26,6 +27,7 @@ from fsdp_inspect.importing.trace_part import (
     place_part,
     read_part_or_say,
 )
+from fsdp_inspect.importing.trace_sources import SUFFIXES, list_processes
 from fsdp_inspect.parallel.tasks import InProcess, OnDone, Tasks
 from fsdp_inspect.store.finished import FinishedRun, write_finished_run
 from fsdp_inspect.trace.records import MAX_WORLD_SIZE
@@ -45,7 +47,6 @@ CLOCK_UNCERTAINTY_NS = 1000
 """Uncertainty of a trace's wall time relative to its host's clock: traces are written in µs."""
 
 _NEVER_NS = 1 << 62
-_SUFFIXES = (".json", ".json.gz")
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _MAX_NOTED = 4
 
@@ -86,7 +87,7 @@ def find_traces(path: Path) -> list[Path]:
     """
     if path.is_dir():
         found = [file for file in sorted(path.iterdir()) if _is_trace_name(file)]
-        expected = f"a folder with traces ({', '.join(f'*{one}' for one in _SUFFIXES)})"
+        expected = f"a folder with traces ({', '.join(f'*{one}' for one in SUFFIXES)})"
     else:
         found = [path] if path.is_file() else []
         expected = "a trace file, or a folder of them"
@@ -133,9 +134,10 @@ def import_traces(  # noqa: PLR0913 - the file, and options
     progress = on_progress or _ignore
     with write_finished_run(out) as run:
         merged = _Merged(path, out, files, name)
+        parts = [(file, process) for file in files for process in list_processes(file)]
         asked = [
-            TraceToRead(file.absolute(), run, number, by_step, limits or ImportLimits())
-            for number, file in enumerate(files)
+            TraceToRead(file.absolute(), run, number, by_step, limits or ImportLimits(), process)
+            for number, (file, process) in enumerate(parts)
         ]
         for part in _read(asked, tasks, progress):
             if isinstance(part, LeftOut):
@@ -166,7 +168,7 @@ def _ignore(name: str, share: float) -> None:
 
 
 def _is_trace_name(file: Path) -> bool:
-    return file.is_file() and file.name.endswith(_SUFFIXES) and not file.name.startswith(".")
+    return file.is_file() and file.name.endswith(SUFFIXES) and not file.name.startswith(".")
 
 
 class _Merged:
@@ -264,11 +266,11 @@ class _Merged:
 
     def _rank_of(self, part: TracePart) -> int:
         trace, name = part.trace, part.file
-        named = _RANK_IN_NAME.search(name)
+        named = None if part.is_process else _RANK_IN_NAME.search(name)
         rank = trace.rank if trace.rank is not None else int(named[1]) if named else None
         if rank is None:
             self._has_guessed_ranks = True
-            rank = next(one for one in range(len(self._files) + 1) if one not in self._traces)
+            rank = next(one for one in count() if one not in self._traces)
         if rank in self._traces:
             raise ImportingError(
                 f"{self._traces[rank][0]} and {name} both belong to rank {rank}. Expected one "
@@ -334,7 +336,7 @@ class _Merged:
         if self._has_guessed_ranks and len(self._traces) > 1:
             notes.append(
                 "Some traces do not contain their rank: they are numbered in the order of their "
-                "file names."
+                "file names, and the processes of one file in the order of their devices."
             )
         unequal = self._unequal_groups()
         if unequal:

@@ -37,12 +37,8 @@ from fsdp_inspect.importing.messages import (
     MessageReader,
     read_whole,
 )
-from fsdp_inspect.importing.trace_file import (
-    ImportLimits,
-    OnProgress,
-    read_blocks,
-    return_freed_memory,
-)
+from fsdp_inspect.importing.trace_file import ImportLimits, OnProgress, return_freed_memory
+from fsdp_inspect.importing.trace_sources import read_trace_blocks
 
 Int64Array = NDArray[np.int64]
 Int32Array = NDArray[np.int32]
@@ -227,19 +223,24 @@ class KinetoTrace:
 
 
 def read_trace(
-    path: Path, limits: ImportLimits, on_progress: OnProgress | None = None
+    path: Path,
+    limits: ImportLimits,
+    on_progress: OnProgress | None = None,
+    process: int | None = None,
 ) -> KinetoTrace:
-    """Read a trace, plain or gzipped, without holding the whole file in memory.
+    """Read a trace without holding the whole file in memory.
 
     Args:
-        path: The file.
+        path: The file: JSON, plain or gzipped, or a file of a `trace_sources.TraceSource`.
         limits: Limits of the sizes to read.
         on_progress: Called with the fraction of the file that is read, 0 to 1.
+        process: The process, if the file has several.
 
     Raises:
         ImportingError: The file cannot be read, is not a trace, or exceeds the limits.
     """
-    reader = EventReader(read_blocks(path, limits, on_progress), path.name, limits)
+    blocks = read_trace_blocks(path, process, limits, on_progress)
+    reader = EventReader(blocks, path.name, limits)
     columns = _Columns()
     decoder = msgspec.json.Decoder(list[_Event])
     exact = msgspec.json.Decoder(list[_ExactEvent])

@@ -21,6 +21,7 @@ from fsdp_inspect.importing.kineto_events import Category, KinetoTrace, read_tra
 from fsdp_inspect.importing.messages import NOTHING, GroupNames, read_whole
 from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.trace_file import ImportLimits
+from fsdp_inspect.importing.trace_sources import NOTES_KEY
 from fsdp_inspect.importing.unit_ranges import UnitRanges
 from fsdp_inspect.importing.windows import PhaseRanges, StepMarks
 from fsdp_inspect.trace.codes import EventKind
@@ -101,6 +102,7 @@ def find_gaps(trace: KinetoTrace, backend: str, *, is_whole_trace: bool) -> Trac
     pauses = busy.starts[1:] - busy.ends[:-1]
     is_device_trace = len(launches) > 0 or bool(_DEVICE_BACKEND.match(backend))
     is_device_trace |= any(_DEVICE_CALL.match(name) for name in trace.names)
+    is_device_trace |= NOTES_KEY in trace.other_values
     return TraceGaps(
         lacks_kernels=is_device_trace and len(kernels) == 0,
         num_launches=int(np.count_nonzero(before)),
@@ -203,7 +205,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> R
     lacks_training = _lacks_training(trace.names)
     notes = _notes(trace, comms, ranges, marks, lacks_launches=has_kernels and not has_launches)
     if lacks_training:
-        notes.insert(1, _NO_TRAINING)
+        notes.append(_NO_TRAINING)
     return RankTrace(
         rank=read_whole(distributed.get("rank")),
         world_size=groups.world_size or None,
@@ -315,7 +317,8 @@ def _check_content(trace: KinetoTrace, comms: Communications, has_kernels: bool)
             "is known. Expected durations in µs (`dur`). The trace was edited or converted: export "
             "it again with prof.export_chrome_trace(path)."
         )
-    if has_kernels or len(comms):
+    is_log = NOTES_KEY in trace.other_values and StepMarks.has_any(trace)
+    if has_kernels or len(comms) or is_log:
         return
     if trace.num_unpaired:
         raise ImportingError(
@@ -407,7 +410,7 @@ def _notes(
     *,
     lacks_launches: bool,
 ) -> list[str]:
-    notes = [_note_on_units(ranges)]
+    notes = [_note_on_units(ranges)] if len(comms) or len(trace.events[Category.OPERATOR]) else []
     if trace.num_odd:
         notes.append(
             f"{trace.num_odd:,} of {trace.num_events:,} events were left out: their times are "
@@ -446,6 +449,9 @@ def _notes(
             "The trace has no kernel launches: the unit and the phase of a kernel are known only "
             "if its operator is known. Profile with ProfilerActivity.CPU too."
         )
+    of_source = trace.other_values.get(NOTES_KEY)
+    if isinstance(of_source, list):
+        notes += [note for note in of_source if isinstance(note, str)]
     return notes
 
 

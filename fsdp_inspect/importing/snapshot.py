@@ -29,13 +29,19 @@ from fsdp_inspect.importing.snapshot_rows import (
     memory_rows,
     read_failed_request,
     read_history,
+    read_peak,
 )
 from fsdp_inspect.store.finished import expect_new_folder
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.records import encode_record, replace_file
-from fsdp_inspect.store.schema import ALLOCATIONS_FILE, OUT_OF_MEMORY_FILE
+from fsdp_inspect.store.schema import (
+    ALLOCATIONS_FILE,
+    LIVE_MEMORY_FILE,
+    OUT_OF_MEMORY_FILE,
+)
 from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.allocations import to_record
+from fsdp_inspect.trace.live_memory import LiveMemoryRecord
 from fsdp_inspect.trace.run import (
     UNPLACED_CLOCK,
     ClockPair,
@@ -386,15 +392,19 @@ def _record(
 def _write_records(
     writer: RankWriter, run_id: str, rank: RankSnapshot, index: Sequence[int]
 ) -> None:
-    """Write the allocation history and the failed request of a rank, if the snapshot has them."""
+    """Write what the snapshot has of a rank: allocations, the peak by line, a failed request."""
     number, attempt = writer.record.rank, writer.record.attempt
+    identity = {"run_id": run_id, "rank": number, "attempt": attempt}
     history = read_history(rank.device)
     if history is not None:
         allocations = to_record(history, run_id=run_id, rank=number, attempt=attempt)
         replace_file(writer.folder / ALLOCATIONS_FILE, encode_record(allocations))
+    peak = read_peak(rank, index)
+    if peak is not None:
+        live = LiveMemoryRecord(run_id=run_id, rank=number, attempt=attempt, moments=[peak])
+        replace_file(writer.folder / LIVE_MEMORY_FILE, encode_record(live))
     failure = read_failed_request(rank, index)
     if failure is not None:
-        identity = {"run_id": run_id, "rank": number, "attempt": attempt}
         failure = failure.model_copy(update=identity)
         replace_file(writer.folder / OUT_OF_MEMORY_FILE, encode_record(failure))
 

@@ -299,6 +299,33 @@ def _live(snapshot: RankSnapshot, moment: int, unit_index: Sequence[int]) -> lis
     )
 
 
+def read_peak(snapshot: RankSnapshot, unit_index: Sequence[int]) -> LiveMoment | None:
+    """The live memory at the highest moment, by unit, category and line; None without a timeline.
+
+    Args:
+        snapshot: The rank's snapshot.
+        unit_index: For each unit of the positions, its index in the run's manifest.
+    """
+    timeline, positions = snapshot.timeline, snapshot.positions
+    if timeline is None:
+        return None
+    place = int(positions.at(timeline.time_us[timeline.peak : timeline.peak + 1])[0])
+    return _live_moment(snapshot, timeline.peak, place, unit_index)
+
+
+def _live_moment(
+    snapshot: RankSnapshot, moment: int, place: int, unit_index: Sequence[int]
+) -> LiveMoment:
+    positions, live = snapshot.positions, _live(snapshot, moment, unit_index)
+    return LiveMoment(
+        step=max(int(positions.step[place]), 0),
+        phase=Phase(int(positions.phase[place])).label,
+        unit=[*unit_index, NO_UNIT][int(positions.unit[place])],
+        bytes=sum(row.bytes for row in live),
+        live=live,
+    )
+
+
 def _reference(snapshot: RankSnapshot, entry: int, unit_index: Sequence[int]) -> LiveMoment | None:
     """The last complete step before the failure."""
     timeline, positions = snapshot.timeline, snapshot.positions
@@ -315,15 +342,7 @@ def _reference(snapshot: RankSnapshot, entry: int, unit_index: Sequence[int]) ->
     ]
     chosen = same if len(same) else own
     moment = int(chosen[np.argmax(timeline.allocated[chosen])])
-    live = _live(snapshot, moment, unit_index)
-    at = int(place[moment])
-    return LiveMoment(
-        step=step,
-        phase=Phase(int(positions.phase[at])).label,
-        unit=[*unit_index, NO_UNIT][int(positions.unit[at])],
-        bytes=sum(row.bytes for row in live),
-        live=live,
-    )
+    return _live_moment(snapshot, moment, int(place[moment]), unit_index)
 
 
 # --- Convert the trace of a snapshot to an allocation history.

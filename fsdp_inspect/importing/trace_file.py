@@ -71,7 +71,7 @@ def read_blocks(
         packed = path.stat().st_size
         for block, taken in _raw_blocks(path):
             count += len(block)
-            _check(path, count, packed, limits)
+            check_size(path, count, packed, limits)
             if on_progress is not None:
                 on_progress(min(taken / max(packed, 1), 1.0))
             yield block
@@ -104,7 +104,12 @@ def _raw_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
             yield block, file.tell()
 
 
-def _check(path: Path, count: int, packed: int, limits: ImportLimits) -> None:
+def check_size(path: Path, count: int, packed: int, limits: ImportLimits) -> None:
+    """Check the number of unpacked bytes.
+
+    Raises:
+        ImportingError: It exceeds the limits.
+    """
     if count > limits.max_bytes:
         raise ImportingError(
             f"{path.name} unpacks to more than {format_bytes(limits.max_bytes)}. Expected a trace "

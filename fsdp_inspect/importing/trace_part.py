@@ -39,9 +39,11 @@ class TraceToRead:
     """The number of the part."""
     by_step: bool | None
     limits: ImportLimits
+    process: int | None = None
+    """The process of the file; None: it has only one."""
 
     def __str__(self) -> str:
-        return self.file.name
+        return self.file.name if self.process is None else f"{self.file.name}:{self.process}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,9 @@ class TracePart:
     """The facts of a trace for the run; its events are in the folder of the part."""
 
     file: str
+    """The name of the file; of several processes, `report.sqlite:4711`."""
+    is_process: bool
+    """Whether the file has several processes, so that its name has no rank."""
     number: int
     trace: RankTrace
     """The rank; only the events of whole steps."""
@@ -88,13 +93,16 @@ def read_part(asked: TraceToRead, on_share: Callable[[float], None] | None = Non
     require_shared_folder(asked.run.path)
     # No name here may refer to the trace itself: its parts are freed after their last use.
     names = RunNames()
-    trace = read_rank(read_trace(asked.file, asked.limits, on_share), names, by_step=asked.by_step)
+    trace = read_rank(
+        read_trace(asked.file, asked.limits, on_share, asked.process), names, by_step=asked.by_step
+    )
     return_freed_memory()
     events = trace.events
     collectives = events.where(np.isin(events.kind, list(COLLECTIVES)))
     is_unsized = (collectives.bytes < 0) & (collectives.kind != EventKind.BARRIER)
     part = TracePart(
-        file=asked.file.name,
+        file=str(asked),
+        is_process=asked.process is not None,
         number=asked.number,
         trace=_without_events(trace),
         names=names,
@@ -129,7 +137,7 @@ def read_part_or_say(
     try:
         return read_part(asked, on_share)
     except ImportingError as error:
-        return LeftOut(asked.file.name, str(error))
+        return LeftOut(str(asked), str(error))
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,7 +339,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_trackers,
         metavar="TRACKERS",
         help="trackers to which rank 0 logs the numbers of each step, in the background: a list of "
-        "wandb, mlflow, tensorboard and otel, such as wandb,otel (default: none)",
+        "wandb, mlflow, tensorboard, comet, trackio and otel, such as wandb,otel (default: none)",
     )
     add_option(
         "--dashboard-url",

@@ -130,8 +130,8 @@ class Recorder:
             `advise` then writes a diff. Secrets in these lines are masked.
         print_verdict: At the end, rank 0 prints the limit of the step on stderr.
         log_to: Trackers to which rank 0 logs the numbers of each step, in the background:
-            `"wandb"`, `"mlflow"`, `"tensorboard"`, `"otel"`. An active run of wandb or MLflow is
-            used.
+            `"wandb"`, `"mlflow"`, `"tensorboard"`, `"comet"`, `"trackio"`, `"otel"`. An active run
+            of wandb, MLflow, Comet or Trackio is used.
         dashboard_url: The address of a dashboard of these runs, to which the trackers link.
         enabled: False makes every method do nothing.
 

@@ -20,6 +20,7 @@ from fsdp_inspect.comparison.differences import (
     PartComparison,
     UnitComparison,
 )
+from fsdp_inspect.comparison.increases import LineChange
 from fsdp_inspect.comparison.noise import (
     PROCESS_NOISE_RATIO,
     RUNS_FOR_A_TEST,
@@ -110,6 +111,9 @@ def _tables(comparison: Comparison, other: int) -> Iterator[RenderableType]:
     yield from _unit_tables(comparison, labels, other)
     if comparison.memory:
         yield from section("Memory at the peak", _memory(comparison, labels, other))
+    if comparison.lines[other - 1]:
+        title = "Lines whose memory at the peak differs"
+        yield from section(title, _lines(comparison.lines[other - 1], labels))
     yield from _kernel_tables(comparison, labels, other)
 
 
@@ -238,6 +242,20 @@ def _memory(comparison: Comparison, labels: Sequence[str], other: int) -> Table:
             format_bytes(row.values[0]),
             format_bytes(row.values[other]),
             _signed(row.changes[other - 1], format_bytes),
+        )
+    return table
+
+
+def _lines(changes: Sequence[LineChange], labels: Sequence[str]) -> Table:
+    table = new_table("what", "units", "line", *labels, "change", names=3)
+    for row in changes:
+        table.add_row(
+            format_category(row.category),
+            Text(row.where),
+            Text(row.line),
+            format_bytes(row.values[0]),
+            format_bytes(row.values[1]),
+            _signed(row.change, format_bytes),
         )
     return table
 

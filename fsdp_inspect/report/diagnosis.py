@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.analysis.correctness import TrainingFault
@@ -26,6 +27,7 @@ from fsdp_inspect.diagnosis.process_signs import ProcessSigns, ProcessState
 from fsdp_inspect.diagnosis.run_events import RunEvent, RunEventKind
 from fsdp_inspect.diagnosis.waits import Wait
 from fsdp_inspect.formatting import (
+    MISSING,
     capitalize,
     format_bytes,
     format_ns,
@@ -42,6 +44,7 @@ from fsdp_inspect.report.diagnosis_pictures import (
     pictures_to_dict,
     render_pictures,
 )
+from fsdp_inspect.report.layout import new_table
 from fsdp_inspect.report.out_of_memory import (
     describe_fitting_plans,
     describe_memory_at_failure,
@@ -123,6 +126,23 @@ def render_diagnosis(found: Diagnosis, *, brief: bool = False, run: str = "RUN")
     if text.next:
         parts += ["", Text("Next", style="bold"), *map(_bullet, text.next)]
     return Group(*parts)
+
+
+def render_states(found: Diagnosis) -> Table:
+    """Render the step, phase, last collective and line of each rank."""
+    table = new_table("rank", "step", "phase", "last collective", "", "line", names=6)
+    for state in found.states:
+        last, values = state.last, _state_to_dict(state, found)
+        place = "" if last is None or last.place is None else str(last.place)
+        table.add_row(
+            str(state.rank),
+            MISSING if state.step is None else str(state.step),
+            values["phase"] or MISSING,
+            Text(values["last_collective"] or MISSING),
+            "waits" if state.waits else state.end.kind.value,
+            Text(values["location"] or place or MISSING),
+        )
+    return table
 
 
 def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from fsdp_inspect.store.folder import (
 )
 from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.records import decode_record, encode_record, replace_file
-from fsdp_inspect.store.schema import BLACK_BOX_FILE, EVENTS, KERNELS_FILE, RANK_FILE
+from fsdp_inspect.store.schema import BLACK_BOX_FILE, EVENTS, KERNELS_FILE, RANK_FILE, STACKS_FILE
 from fsdp_inspect.trace.black_box import BlackBox, encode
 from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.run import RankRecord, RunManifest
@@ -101,6 +101,14 @@ class FinishedRun:
             OSError: Writing failed.
         """
         (self._rank_folder(rank) / BLACK_BOX_FILE).write_bytes(encode(box))
+
+    def write_stacks(self, rank: int, text: str) -> None:
+        """Write the Python stacks of a rank, as faulthandler writes them.
+
+        Raises:
+            OSError: Writing failed.
+        """
+        (self._rank_folder(rank) / STACKS_FILE).write_text(text, encoding="utf-8")
 
     def summarise(self, rank: int) -> None:
         """Write the summary of a rank.

@@ -6,6 +6,7 @@ sharded parameters, 12 KiB optimizer state, 2 x 10 KiB activations, 32 KiB gathe
 unsharded.
 """
 
+import json
 import pickle
 
 import pytest
@@ -321,3 +322,39 @@ def test_a_run_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match="No space left on device"):
         import_snapshot(path, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def dump_with_lines(folder, lines):
+    """A snapshot of one step, with the memory in KiB that each line keeps."""
+    allocator = train(FakeAllocator(), num_steps=1)
+    with allocator.inside("FSDP::pre_forward (layers.0)"):
+        for line, kibs in lines.items():
+            file, _, number = line.partition(":")
+            frames = [frame("forward", f"/home/ann/{file}", int(number))]
+            for kib in kibs:
+                allocator.alloc(kib * KIB, frames=frames)
+    import_snapshot(allocator.dump(folder / f"{len(lines)}.pickle"), folder / f"run{len(lines)}")
+    return folder / f"run{len(lines)}"
+
+
+def test_compare_and_check_name_the_line_that_grew_between_two_commits(tmp_path, invoke):
+    """The new commit adds lines above: model.py:40 moves to 43, and 50, which grows, to 53."""
+    before = dump_with_lines(tmp_path, {"model.py:40": [200], "model.py:50": [100, 100]})
+    lines = {"data.py:12": [30], "model.py:43": [200], "model.py:53": [100, 150]}
+    after = dump_with_lines(tmp_path, lines)
+
+    compared = json.loads(invoke("compare", before, after, "--json").out)["lines"][0]
+    assert [(each["line"], [one // KIB for one in each["values"]]) for each in compared] == [
+        ("/home/ann/model.py:53", [200, 250]),
+        ("/home/ann/data.py:12", [0, 30]),
+    ]
+    shown = " ".join(invoke("compare", before, after).out.split())
+    assert "Lines whose memory at the peak differs" in shown
+    assert "model.py:43" not in shown
+
+    baseline = tmp_path / "baseline.json"
+    assert invoke("check", before, "--baseline", baseline, "--update").code == 0
+    checked = invoke("check", after, "--baseline", baseline)
+    assert checked.code == 1
+    assert "model.py:53" in checked.out
+    assert "model.py:43" not in checked.out

@@ -107,7 +107,9 @@ def test_a_missing_library_is_explained(deliver):
 
 
 def test_an_unknown_tracker_is_refused():
-    with pytest.raises(ValueError, match="'wandb', 'mlflow', 'tensorboard', 'otel', got 'x'"):
+    with pytest.raises(
+        ValueError, match="'wandb', 'mlflow', 'tensorboard', 'comet', 'trackio', 'otel', got 'x'"
+    ):
         check_trackers(["wandb", "x"])
 
 

@@ -354,6 +354,9 @@ def _measure_ranks(run: RunSource) -> Ranks:
     refusal = refusal or group_refusal
     if not (priced or slow_group or refusal):
         refusal = trust.refuse_no_straggler(is_replayed=pricing.result is not None)
+    if run.manifest.lacks_kernels:
+        priced, slow_group = None, None
+        refusal = "the traces show no work of the devices."
     return Ranks(
         ranks=rows,
         skews=_measure_skews(run, arrivals),

@@ -13,23 +13,21 @@ from typing import Any
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.context import try_measure
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
-from fsdp_inspect.analysis.memory.peak import Memory, PeakMoment, measure_memory
+from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.analysis.step_times import RankOverlap, measure_overlap
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.comparison.gate.limits import CATEGORY_METRICS, PHASES, TIME_METRICS
 from fsdp_inspect.comparison.increases import (
-    NO_UNIT,
     Held,
-    LineBytes,
     MemoryMoment,
+    lines_at,
     moment_of,
     sum_waits,
 )
 from fsdp_inspect.comparison.settings import find_other_settings
 from fsdp_inspect.error_text import quote_all
-from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.statistics import median
-from fsdp_inspect.trace.live_memory import RESTING, LiveMoment
+from fsdp_inspect.trace.live_memory import RESTING
 from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus, TableOrigin
 
 _USABLE = (RunStatus.COMPLETE, RunStatus.IMPORTED)
@@ -153,23 +151,7 @@ def _moments_of(run: RunSource, memory: Memory) -> dict[str, MemoryMoment]:
         found[memory.peak.phase] = memory.peak
     if memory.resting is not None:
         found[RESTING] = memory.resting
-    shown = memory.shown_rank
-    live = {} if shown is None else {each.phase: each for each in run.live_moments(shown)}
-    names = {unit.index: format_unit(unit.fqn) for unit in run.manifest.units}
-    return {
-        name: moment_of(moment, tuple(_lines_of(live.get(name), moment, names)))
-        for name, moment in found.items()
-    }
-
-
-def _lines_of(
-    live: LiveMoment | None, moment: PeakMoment, names: Mapping[int, str]
-) -> Iterator[LineBytes]:
-    """The lines of the peak's step; the only such step is the last memory step."""
-    for row in live.live if live is not None and live.step == moment.step else ():
-        if row.place:
-            unit = names.get(row.unit, NO_UNIT)
-            yield LineBytes(unit, row.category, row.place, row.bytes, row.count)
+    return {name: moment_of(moment, lines_at(run, moment, name)) for name, moment in found.items()}
 
 
 # --- times

@@ -1,4 +1,4 @@
-"""One class per tracker: Weights & Biases, MLflow, TensorBoard and OpenTelemetry.
+"""One class per tracker: Weights & Biases, MLflow, TensorBoard, Comet, Trackio and OpenTelemetry.
 
 `attach` runs in the training's thread and only looks for an active run of the user. All other
 methods run in a background thread: they may be slow, hang or raise.
@@ -157,6 +157,85 @@ class TensorBoard:
             self._writer.close()
 
 
+class Comet:
+    """Logs to the running experiment of Comet, or to an experiment of its own."""
+
+    def __init__(self) -> None:
+        self._experiment: Any = None
+        self._is_own = False
+
+    def attach(self) -> None:
+        """See `Tracker`."""
+        comet = sys.modules.get("comet_ml")
+        self._experiment = None if comet is None else comet.get_running_experiment()
+
+    def start(self, run: TrackedRun) -> None:
+        """See `Tracker`. Comet's variables choose the project and whether it is online."""
+        import comet_ml
+
+        if self._experiment is None:
+            self._is_own = True
+            config = comet_ml.ExperimentConfig(name=run.run_id, **_NO_COMET_EXTRAS)
+            self._experiment = comet_ml.start(mode="create", experiment_config=config)
+        self._experiment.log_others(run.links())
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._experiment.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        if self._is_own and self._experiment is not None:
+            self._experiment.end()
+
+
+_NO_COMET_EXTRAS: Mapping[str, Any] = {
+    "log_code": False,
+    "log_graph": False,
+    "log_git_metadata": False,
+    "log_git_patch": False,
+    "log_env_details": False,
+    "auto_output_logging": False,
+    "parse_args": False,
+    "auto_metric_logging": False,
+    "auto_param_logging": False,
+}
+"""An experiment of the recorder has its numbers and links only."""
+
+
+class Trackio:
+    """Logs to the active run of Trackio, or to a run of its own."""
+
+    def __init__(self) -> None:
+        self._run: Any = None
+        self._is_own = False
+
+    def attach(self) -> None:
+        """See `Tracker`. Trackio's active run belongs to a thread."""
+        active = getattr(sys.modules.get("trackio.context_vars"), "current_run", None)
+        self._run = None if active is None else active.get()
+
+    def start(self, run: TrackedRun) -> None:
+        """See `Tracker`. The configuration of a run is fixed when it begins."""
+        if self._run is None:
+            import trackio
+
+            self._is_own = True
+            self._run = trackio.init(
+                project="fsdp-inspect", name=run.run_id, config=run.links(), embed=False,
+                auto_log_gpu=False, auto_log_cpu=False,
+            )  # fmt: skip
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        if self._is_own and self._run is not None:
+            self._run.finish()
+
+
 class OpenTelemetry:
     """Sends gauges to the collector that the variables `OTEL_EXPORTER_OTLP_*` name."""
 
@@ -199,6 +278,8 @@ TRACKERS: Mapping[str, type[Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
     "tensorboard": TensorBoard,
+    "comet": Comet,
+    "trackio": Trackio,
     "otel": OpenTelemetry,
 }
 """The trackers by their names in `log_to`."""

@@ -46,6 +46,7 @@ ABOUT_PID = 1
 """Process number of the facts about the whole trace."""
 _LANES_PER_TRACK = 400
 _TRACKS_PER_RANK = 20
+TIDS_PER_RANK = _TRACKS_PER_RANK * _LANES_PER_TRACK
 
 
 class RankTrack(NamedCode):

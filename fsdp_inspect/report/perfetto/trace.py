@@ -17,8 +17,9 @@ import numpy as np
 
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.step_selection import select_steps
-from fsdp_inspect.errors import ExportError, MissingDataError
+from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.report.perfetto.axes import Axis, describe_axes, place_ranks
+from fsdp_inspect.report.perfetto.packets import BYTES_PER_MB, PacketWriter, too_large
 from fsdp_inspect.report.perfetto.slices import (
     ABOUT_PID,
     RankLanes,
@@ -43,7 +44,6 @@ JsonObject = dict[str, Any]
 
 FLOW_NAME = "issue to use"
 _CATEGORY = "fsdp"
-BYTES_PER_MB = 1_000_000
 
 
 def complete(
@@ -155,15 +155,7 @@ class TraceWriter:
         self._stream.write(text)
 
 
-def too_large(size: str, limit_bytes: int) -> ExportError:
-    """The error for a trace that is too large to open."""
-    return ExportError(
-        f"The trace would hold {size}. Expected at most {limit_bytes // BYTES_PER_MB} MB: "
-        "ui.perfetto.dev reads a trace into the browser's memory, and opens slowly from 50 MB on. "
-        "Choose fewer with --steps 3-5 or --ranks 0,1, or raise it with --max-mb."
-    )
-
-
+PACKETS_SUFFIX = ".pftrace"
 DEFAULT_LIMIT_MB = 200
 """The default size limit of a trace before compression."""
 _BYTES_PER_EVENT = 450
@@ -203,7 +195,8 @@ def write_perfetto(
     Args:
         run: A recorded run.
         selection: The ranks and steps to write.
-        path: The path to state in the result; a suffix `.gz` compresses the trace.
+        path: The path to state in the result. The suffix `.pftrace` gives Perfetto's packets; else
+            the trace is JSON, which the suffix `.gz` compresses.
         place: The path to write to.
         limit_mb: The size limit of the trace before compression, in 10^6 bytes.
         progress: Called after each rank.
@@ -225,7 +218,8 @@ def write_perfetto(
     axes = place_ranks(alignment, {rank: ns for rank, ns in first_ns.items() if ns is not None})
     about = _describe_run(run, axes, describe_axes(axes, alignment))
     with _open(place, is_compressed=path.suffix == ".gz") as stream:
-        writer = TraceWriter(stream, limit_bytes=limit_bytes, about=about)
+        make = PacketWriter if path.suffix == PACKETS_SUFFIX else TraceWriter
+        writer = make(stream, limit_bytes=limit_bytes, about=about)
         drawing = _Drawing(run, selection, writer)
         for done, record in enumerate(records, start=1):
             drawing.draw_rank(record, axes[record.rank])
@@ -245,7 +239,9 @@ def write_perfetto(
 class _Drawing:
     """Draws rank after rank into one trace."""
 
-    def __init__(self, run: RunSource, selection: Selection, writer: TraceWriter) -> None:
+    def __init__(
+        self, run: RunSource, selection: Selection, writer: TraceWriter | PacketWriter
+    ) -> None:
         self.not_drawn = 0
         self._run = run
         self._selection = selection

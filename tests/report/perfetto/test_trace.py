@@ -1,3 +1,5 @@
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -6,13 +8,13 @@ from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.analysis.exposed import measure_exposed
 from fsdp_inspect.errors import ExportError, IncompleteRunError, MissingDataError
-from fsdp_inspect.report.perfetto import write_perfetto
+from fsdp_inspect.report.perfetto import packets, write_perfetto
 from fsdp_inspect.report.selection import select
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Stream
 from tests.builders import RunBuilder, add_steady_step, steady_run
 from tests.cases import examples
-from tests.report.perfetto.trace_reader import read_trace
+from tests.report.perfetto.trace_reader import read_packets, read_trace
 
 SAMPLES = Path(__file__).parents[3] / "samples"
 
@@ -44,6 +46,40 @@ def test_compressed_and_plain_traces_hold_the_same(tmp_path):
     packed, compressed = export(run, tmp_path, name="trace.json.gz")
     assert compressed == plain
     assert (tmp_path / "trace.json.gz").stat().st_size < packed.uncompressed_bytes
+
+
+def test_packets_hold_the_same_as_json(sample, tmp_path):
+    """Slices, nesting, arrows, counters and the order of tracks; lists are text in packets.
+
+    Packets order the stops of an arrow by the start of their slices, JSON by its own times.
+    """
+    steps = {3, 5, 6}
+    _, expected = export(sample, tmp_path, steps=steps)
+    path = tmp_path / "trace.pftrace"
+    selection = select(sample, ranks=None, steps=steps)
+    written = write_perfetto(sample, selection, path, place=path)
+    found = read_packets(path)
+    assert written.uncompressed_bytes == path.stat().st_size
+    for one in expected.slices:
+        one.args = {
+            key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
+            for key, value in one.args.items()
+        }
+    assert found.slices == expected.slices
+    assert found.counters == expected.counters
+    assert found.threads == expected.threads
+    arrows = [
+        sorted(sorted(map(repr, stops)) for stops in trace.flows) for trace in (found, expected)
+    ]
+    assert arrows[0] == arrows[1] != []
+
+
+def test_without_the_package_a_pftrace_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "perfetto", None)
+    monkeypatch.setitem(sys.modules, packets._MODULE, None)
+    run, path = steady_run(), tmp_path / "trace.pftrace"
+    with pytest.raises(ExportError, match=r"pip install 'fsdp-inspect\[perfetto\]'"):
+        write_perfetto(run, select(run, ranks=None, steps=None), path, place=path)
 
 
 def test_exposed_slices_add_up_to_the_exposed_time_of_the_analysis(sample, tmp_path):

@@ -10,6 +10,8 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import pytest
+
 FIELDS = {
     "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"},
     "s": {"ph", "name", "cat", "id", "pid", "tid", "ts"},
@@ -145,3 +147,51 @@ def _names(events):
         if event["ph"] in "Xstf":
             assert event["tid"] in threads, f"{event} is on a thread without a name"
     return processes, threads, owners
+
+
+def read_packets(path):
+    """Parse a .pftrace with Perfetto's protobuf classes, by the rules of its track events.
+
+    Packets are sorted by time, then in file order. An end closes the innermost slice of its track.
+    A flow leads over the slices with its number, in the order of their starts.
+    """
+    protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    packets = list(protos.Trace.FromString(path.read_bytes()).packet)
+    assert {packet.trusted_packet_sequence_id for packet in packets} == {1}
+    assert packets[0].sequence_flags == 1
+    tracks = {
+        packet.track_descriptor.uuid: packet.track_descriptor
+        for packet in packets
+        if packet.HasField("track_descriptor")
+    }
+    trace, stacks, flows = Trace({}), defaultdict(list), defaultdict(list)
+    timed = [packet for packet in packets if packet.HasField("track_event")]
+    for packet in sorted(timed, key=lambda packet: packet.timestamp):
+        event, track = packet.track_event, tracks[packet.track_event.track_uuid]
+        process = tracks[track.parent_uuid].process.process_name
+        stack = stacks[track.uuid]
+        if event.type == event.TYPE_COUNTER:
+            value = (packet.timestamp, event.double_counter_value)
+            trace.counters[process, track.name].append(value)
+        elif event.type == event.TYPE_SLICE_END:
+            stack.pop().end_ns = packet.timestamp
+        else:
+            args = {note.name: _value(note) for note in event.debug_annotations}
+            one = Slice(event.name, process, track.name, packet.timestamp, -1, len(stack), args)
+            stack.append(one)
+            trace.slices.append(one)
+            for number in (*event.flow_ids, *event.terminating_flow_ids):
+                flows[number].append(one)
+    assert not any(stacks.values())
+    trace.flows = [tuple(stops) for stops in flows.values()]
+    ranked = sorted(tracks.values(), key=lambda track: track.sibling_order_rank)
+    for track in ranked:
+        if track.parent_uuid and not track.HasField("counter"):
+            parent = tracks[track.parent_uuid]
+            assert parent.child_ordering == parent.EXPLICIT
+            trace.threads[parent.process.process_name].append(track.name)
+    return trace
+
+
+def _value(note):
+    return getattr(note, note.WhichOneof("value"))

@@ -1,8 +1,11 @@
 """Each tracker gets the steps, offline, in its real library: run by `make trackers`."""
 
+import json
 import sqlite3
 import struct
+import sys
 import threading
+import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -55,6 +58,11 @@ def _environment(folder, collector):
         "WANDB_SILENT": "true",
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_address[1]}",
+        "COMET_START_ONLINE": "0",
+        "COMET_LOGGING_CONSOLE": "ERROR",
+        "COMET_OFFLINE_DIRECTORY": str(folder / "comet"),
+        "TRACKIO_DIR": str(folder / "trackio"),
+        "HF_HUB_OFFLINE": "1",
         "no_proxy": "*",
     }
 
@@ -63,10 +71,11 @@ def _environment(folder, collector):
 def tracked(tmp_path_factory, collector):
     """A training with all trackers, which have no active runs."""
     folder = tmp_path_factory.mktemp("tracked")
-    ended = run_tracked(folder / "run", "wandb", "mlflow", "tensorboard", "otel",
-                        environment=_environment(folder, collector))  # fmt: skip
+    names = ("wandb", "mlflow", "tensorboard", "comet", "trackio", "otel")
+    (folder / "comet").mkdir()
+    ended = run_tracked(folder / "run", *names, environment=_environment(folder, collector))
     assert ended.returncode == 0, ended.stderr
-    assert "tracker" not in ended.stderr, ended.stderr
+    assert "tracker" not in ended.stderr.replace(sys.prefix, ""), ended.stderr
     return folder, ended
 
 
@@ -134,8 +143,27 @@ def test_tensorboard_has_every_step_and_the_link(tracked):
 
     events = EventAccumulator(str(tracked[0] / "run" / "tensorboard"))
     events.Reload()
-    assert [one.step for one in events.Scalars("fsdp/overlap_ratio")] == STEPS
+    assert [one.step for one in events.Scalars("fsdp/exposed_s")] == STEPS
     assert "fsdp_inspect.dashboard/text_summary" in events.Tags()["tensors"]
+
+
+def test_comet_has_every_step_and_the_link(tracked):
+    (archive,) = (tracked[0] / "comet").glob("*.zip")
+    with zipfile.ZipFile(archive) as experiment:
+        messages = [json.loads(line) for line in experiment.read("messages.json").splitlines()]
+    metrics = [each["payload"]["metric"] for each in messages if each["type"] == "metric_msg"]
+    assert [one["step"] for one in metrics if one["metricName"] == "fsdp/exposed_s"] == STEPS
+    others = [each["payload"] for each in messages if each["type"] == "log_other"]
+    assert LINK in [one["value"] for one in others if one["key"] == "fsdp_inspect.dashboard"]
+
+
+def test_trackio_has_every_step_and_the_link(tracked):
+    with sqlite3.connect(tracked[0] / "trackio" / "fsdp-inspect.db") as store:
+        rows = store.execute("select step, metrics from metrics order by step").fetchall()
+        ((config,),) = store.execute("select config from configs").fetchall()
+    assert [step for step, _ in rows] == STEPS
+    assert all(json.loads(metrics)["fsdp/step_time_s"] > 0 for _, metrics in rows)
+    assert json.loads(config)["fsdp_inspect.dashboard"] == LINK
 
 
 def test_otel_has_the_last_step_and_the_link(tracked, collector):

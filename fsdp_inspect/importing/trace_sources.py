@@ -1,0 +1,107 @@
+"""Read traces of other tools as the JSON of a torch.profiler trace.
+
+Each source converts the events of one process. All importers then read the same stream: names of
+kernels, units, steps and messages have one owner.
+"""
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from fsdp_inspect.errors import ImportingError
+from fsdp_inspect.importing.trace_file import (
+    ImportLimits,
+    OnProgress,
+    check_size,
+    read_blocks,
+)
+
+NOTES_KEY = "fsdpInspectNotes"
+"""The key of a converted trace for what its format lacks."""
+JSON_SUFFIXES = (".json", ".json.gz")
+_SOURCES = {".sqlite": "nsight:NsightExport", ".jsonl": "titan_log:TitanLog"}
+"""The module and the class that convert a file, by suffix."""
+SUFFIXES = (*JSON_SUFFIXES, *_SOURCES)
+_BLOCK_EVENTS = 4096
+
+
+class TraceSource(Protocol):
+    """Converts one trace file of another tool."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: the file."""
+
+    def list_processes(self) -> list[int]:
+        """The processes of the file, each of which is one rank.
+
+        Raises:
+            ImportingError: The file cannot be read, or has no such process.
+        """
+
+    def read_events(self, process: int) -> Iterator[dict[str, Any]]:
+        """The complete events of one process, in the form of torch.profiler.
+
+        Raises:
+            ImportingError: The file is damaged.
+        """
+
+    def read_other_values(self, process: int) -> dict[str, Any]:
+        """The values beside the events: `distributedInfo`, `baseTimeNanoseconds`, `NOTES_KEY`."""
+
+
+def source_of(path: Path) -> TraceSource | None:
+    """The source of a file; None: it is JSON of torch.profiler."""
+    module, _, name = _SOURCES.get(path.suffix.lower(), "").partition(":")
+    if not module:
+        return None
+    make: type[TraceSource] = getattr(import_module(f"fsdp_inspect.importing.{module}"), name)
+    return make(path)
+
+
+def list_processes(path: Path) -> list[int | None]:
+    """The processes of a trace file; None: it has only one, or reading it will state its fault."""
+    try:
+        source = source_of(path)
+        processes = [] if source is None else source.list_processes()
+    except ImportingError:
+        return [None]
+    return [*processes] if len(processes) > 1 else [None]
+
+
+def read_trace_blocks(
+    path: Path, process: int | None, limits: ImportLimits, on_progress: OnProgress | None
+) -> Iterator[bytes]:
+    """The JSON of one process of a trace file, in blocks.
+
+    Raises:
+        ImportingError: The file cannot be read, or exceeds the limits.
+    """
+    source = source_of(path)
+    if source is None:
+        yield from read_blocks(path, limits, on_progress)
+        return
+    if process is None:
+        process = source.list_processes()[0]
+    values = msgspec.json.encode(source.read_other_values(process))
+    yield values[:-1] + (b"," if len(values) > 2 else b"") + b'"traceEvents":['
+    packed, count, is_first = path.stat().st_size, 0, True
+    events: list[dict[str, Any]] = []
+    for event in source.read_events(process):
+        events.append(event)
+        if len(events) == _BLOCK_EVENTS:
+            block = _encode(events, is_first=is_first)
+            count, is_first = count + len(block), False
+            check_size(path, count, packed, limits)
+            yield block
+            events.clear()
+    yield _encode(events, is_first=is_first) + b"]}"
+    if on_progress is not None:
+        on_progress(1.0)
+
+
+def _encode(events: list[dict[str, Any]], *, is_first: bool) -> bytes:
+    inner = msgspec.json.encode(events)[1:-1]
+    return inner if is_first or not inner else b"," + inner

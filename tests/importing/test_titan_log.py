@@ -1,0 +1,105 @@
+"""Structured logs of torchtitan become runs with the times of their spans.
+
+The importer was also tried on three logs that torchtitan's own writer (commit b5bcd76c) wrote.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_inspect.errors import ImportingError
+from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.run import open_run
+
+BASE_US = 1_790_000_000_000_000
+
+
+def record(rank: int, at_ms: float, name: str, step: int, **fields: object) -> str:
+    """A line as `TraceJsonlFormatter` writes it."""
+    values = {
+        "delta_ms": 0.1, "tid": 40 + rank, "rank": rank, "global_rank": rank, "local_rank": rank,
+        "source": "training", "host_name": "node3", "pid": 40 + rank, "step": step,
+        "relative_step": step, "time_us": BASE_US + round(at_ms * 1000), "log_type": "event",
+        "log_type_name": name, "event_name": None, "caller": "trainer.py:859:batch", "message": "",
+    }  # fmt: skip
+    return json.dumps({**values, **fields})
+
+
+def write_log(folder: Path, rank: int, data_ms: float) -> Path:
+    """Three steps of 100 ms: data, forward and backward of 60 ms, 10 ms of optimizer."""
+    lines = [record(rank, 0, "training_start", 0, log_type="instant")]
+    for step in range(1, 4):
+        t = step * 100
+        tags = {"step_tags": ["gc"]} if step == 2 else {}
+        lines += [
+            record(rank, t, "step_start", step),
+            record(rank, t, "fetching_batch_start", step),
+            record(rank, t + data_ms, "fetching_batch_end", step, value=data_ms),
+            record(rank, t + data_ms, "fwd_bwd_start", step),
+            record(rank, t + data_ms + 60, "fwd_bwd_end", step, value=60.0, **tags),
+            record(rank, t + 85, "optim_start", step),
+            record(rank, t + 95, "optim_end", step, value=10.0),
+            record(rank, t + 100, "step_end", step, value=100.0, **tags),
+        ]
+    lines.append(record(rank, 400, "step_start", 4))
+    path = folder / f"training.global_rank_{rank}.20261128-101010-ABC{rank}.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_logs_become_a_run_with_steps_data_and_optimizer(tmp_path: Path, invoke) -> None:
+    logs = tmp_path / "structured_logs"
+    logs.mkdir()
+    for rank, data_ms in ((1, 20), (0, 5)):
+        write_log(logs, rank, data_ms)
+    imported = import_traces(logs, tmp_path / "run")
+    assert (imported.ranks, imported.num_steps) == ((0, 1), 3)
+    run = open_run(tmp_path / "run")
+    rows = run.breakdown(rank=1).to_pandas().set_index("part").iloc[:, 0]
+    parts = {part: time for part, time in rows.items() if time}
+    assert parts == {"data": 20_000_000, "optimizer": 10_000_000, "other": 70_000_000}
+    assert (run.source.ranks[0].host, run.manifest.created_unix_ns) == (
+        "node3", (BASE_US + 100_000) * 1000
+    )  # fmt: skip
+    notes = " ".join(run.notes)
+    assert "fwd_bwd 180 ms" in notes
+    assert "Steps with the tag gc: 2." in notes
+    assert "1 spans have no end" in notes
+    shown = " ".join(invoke("show", tmp_path / "run").out.split())
+    assert "No conclusion" in shown
+    assert "host-bound" not in shown
+    assert "No rank is a straggler" not in invoke("show", tmp_path / "run", "ranks").out
+
+
+def test_one_bad_file_among_many_is_left_out(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write_log(tmp_path, rank, 5)
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    (tmp_path / "bad.sqlite").write_bytes(b"SQLite format 3\x00" + bytes(100))
+    imported = import_traces(tmp_path, tmp_path / "run")
+    assert imported.ranks == (0, 1)
+    left_out = [note for note in imported.notes if "was left out" in note]
+    assert [note.split()[0] for note in left_out] == ["bad.jsonl", "bad.sqlite"]
+
+
+def test_a_log_without_its_last_line_is_read(tmp_path: Path) -> None:
+    path = write_log(tmp_path, 0, 5)
+    path.write_text(path.read_text()[:-40])
+    assert import_traces(path, tmp_path / "run").num_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty"),
+        ('{"a": 1}\n', "line 1 has no time_us"),
+        ("[" * 100_000, "line 1 has no time_us"),
+        (record(0, 0, "training_start", 0, log_type="instant") + "\n", "no complete span 'step'"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(ImportingError, match=words):
+        import_traces(path, tmp_path / "run")
