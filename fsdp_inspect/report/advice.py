@@ -50,7 +50,7 @@ def render_advice(advice: Advice, *, details: bool = False) -> RenderableType:
 
 
 def describe_recommendation(advice: Advice) -> str:
-    """The recommended fix or change in one line, with its gain and its memory, without intervals.
+    """The recommended fix or change in one line, with its gain and its memory.
 
     Returns:
         The answer of the advice if it recommends nothing.
@@ -63,10 +63,9 @@ def describe_recommendation(advice: Advice) -> str:
     if _exceeds_limit(advice.plan):
         fastest = advice.plan.fastest
         return f"{fastest.what}: peak {describe_plan_peak(fastest)} (predicted)."
-    saved, added = suggestion.saved_ns, suggestion.added_bytes
-    verb = "saves" if saved >= 0 else "costs"
+    added = suggestion.added_bytes
     peak = "peak unknown" if added is None else f"peak {_signed_bytes(added)}"
-    return f"{suggestion.what}: {verb} {format_ns(abs(saved))} a step, {peak} (predicted)."
+    return f"{suggestion.what}: predicted, {describe_saving(suggestion, advice.plan)}; {peak}."
 
 
 # --- one screen

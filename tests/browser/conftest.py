@@ -222,6 +222,12 @@ class Dashboard:
         """Wait until no script runs, everything is drawn and nothing changes."""
         settle(self.page)
 
+    def unfold(self) -> None:
+        """Open every folded part of the page."""
+        for fold in self.page.locator("[class*=st-key-fold-] details:not([open]) summary").all():
+            fold.click()
+        self.settle()
+
     def headline(self) -> str:
         return self.page.locator(".st-key-headline").inner_text()
 

@@ -83,7 +83,7 @@ def draw_heat_map(heat: HeatMap) -> Chart:
         "columnWord": heat.column_word,
         "notes": heat.notes,
     }
-    return Chart(markup, (data,))
+    return Chart(markup, (data,), (("", heat),))
 
 
 def _column(kind: str, at: int, of: int) -> str:

@@ -52,6 +52,7 @@ from fsdp_inspect_app.cards import (
     show_card,
     show_code,
     show_csv_button,
+    show_explore_button,
     show_headline,
     show_note,
     show_table,
@@ -393,14 +394,18 @@ def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) 
 
 
 def _show_front(plan: PlanAdvice, question: Question) -> None:
-    with show_card("Step time and peak memory of plans", key="front") as header:
+    title, chart = "Step time and peak memory of plans", None
+    if plan.replayed_peak_bytes is not None:
+        chart = draw_front(plan)
+    with show_card(title, key="front") as header:
         with header:
+            show_explore_button(chart, key="front", title=title)
             show_table_button(frame_front(plan), key="front", alt="Plans of the front")
-        if plan.replayed_peak_bytes is None:
+        if chart is None:
             show_note("The peak memory of the plans is unknown\\.")
         else:
             show_chart(
-                draw_front(plan),
+                chart,
                 key="front",
                 alt=f"{len(plan.front)} plans that no other plan beats in both step time and peak "
                 "memory, and the recorded plan; the table has the numbers",

@@ -341,7 +341,6 @@ def _show_peak(overview: MemoryOverview) -> None:
             f"{len(owners)} of {len(peak.owners)} owners. Click a bar to open its unit. "
             f"{memory_wording.describe_counting(overview)}",
             on_click=lambda click: open_unit(click.pick([owner.fqn for owner in owners])),
-            result=lambda: overview,
         )
     with right:
         _show_places(overview)

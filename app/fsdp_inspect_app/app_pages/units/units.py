@@ -66,15 +66,16 @@ def _show_bars(run: Run, summary: Summary) -> None:
     measure = chosen or "exposed"
     link(_MEASURE_KEY, measure)
     note = f"{_describe_numbers(summary)} Click a bar to open its unit."
+    chart = draw_units(summary.units, measure=measure)
     with show_card(UNIT_MEASURES[measure], key="units-bars", note=note) as header:
         with header:
-            show_explore_button(run.units, key="units", title="Units")
+            show_explore_button(chart, key="units", title=UNIT_MEASURES[measure])
         # Many bars scroll inside their card, so that the table stays near.
         scrolls = len(summary.units) > _MOST_BARS
         with st.container(height=_BARS_HEIGHT if scrolls else "content", border=False):
             fqns = [unit.fqn for unit in summary.units]
             show_chart(
-                draw_units(summary.units, measure=measure),
+                chart,
                 key="units",
                 alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(summary.units)} units, "
                 "in order of execution; the table below has the numbers",
