@@ -55,7 +55,7 @@ def describe_recommendation(advice: Advice) -> str:
     Returns:
         The answer of the advice if it recommends nothing.
     """
-    finding, suggestion = _recommended(advice)
+    finding, suggestion = recommended(advice)
     if finding is not None and finding.do:
         return f"{finding.do[0]} {finding.effect.sentence}"
     if suggestion is None or advice.plan is None:
@@ -81,7 +81,7 @@ class _OneScreen:
         advice = self._advice
         head: list[RenderableType] = [_Clipped(advice.answer, _TITLE_LINES, style="bold")]
         code: list[Sequence[str]] = []
-        finding, suggestion = _recommended(advice)
+        finding, suggestion = recommended(advice)
         if finding is not None:
             head += [*section(f"Recommended fix{_rule([finding.rule])}"), _fix(finding, advice)]
             code = [finding.snippet.splitlines()]
@@ -102,7 +102,7 @@ class _OneScreen:
             yield from (*line, Segment.line())
 
 
-def _recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
+def recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
     """A finding that limits the step, else the first change that surely helps, else a finding."""
     limit = next((each for each in advice.findings if each.limits), None)
     if limit is not None:
@@ -203,7 +203,7 @@ def _code_of_plan(plan: PlanAdvice, options: str) -> list[str]:
 
 def _rest(advice: Advice) -> Iterator[RenderableType]:
     """The whole plan in a sentence, and the options that show and write the rest."""
-    finding, _ = _recommended(advice)
+    finding, _ = recommended(advice)
     plan, options = advice.plan, ["--details shows the evidence and the other changes."]
     yield ""
     if plan is not None and plan.suggestions:

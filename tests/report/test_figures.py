@@ -47,8 +47,8 @@ def test_bars_to_the_left_of_zero_end_at_zero():
 
 
 def test_grouped_bars_lie_above_each_other_within_their_row():
-    bars = tuple(Bar(0, MS, look, "", lane=lane)
-                 for lane, look in enumerate((palette.ALL_GATHER, palette.REDUCE_SCATTER)))  # fmt: skip
+    looks = palette.ALL_GATHER, palette.REDUCE_SCATTER
+    bars = tuple(Bar(0, MS, look, "", lane=lane) for lane, look in enumerate(looks))
     first, second = plot_chart(draw_bars([Row("a", bars)], MetricUnit.NS, lanes=2)).data
     assert first.y[0] == pytest.approx(-0.19)
     assert second.y[0] == pytest.approx(0.19)
