@@ -187,14 +187,6 @@ _PHRASES = {
 }
 
 
-def format_cause(cause: str) -> str:
-    """Format a cause for a table: `late issue`.
-
-    The cause `straggler` is a wait for whichever rank is last, so it is no statement on one rank.
-    """
-    return "waiting for the last rank" if cause == "straggler" else cause.replace("_", " ")
-
-
 def phrase_cause(cause: str) -> str:
     """Format a cause for a sentence: `issued too late`."""
     return _PHRASES[cause]

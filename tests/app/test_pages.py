@@ -13,8 +13,8 @@ import pytest
 from fsdp_inspect import Run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.summary import measure_summary
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
-from fsdp_inspect.report.wording import format_cause, format_error
+from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, format_ratio
+from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.store.reader import open_run
 from tests.app.conftest import HOSTILE_UNIT
 from tests.app.synthetic import make_run, write_run

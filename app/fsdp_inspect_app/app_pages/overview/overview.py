@@ -16,6 +16,7 @@ from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import (
     capitalize,
     format_bytes,
+    format_cause,
     format_ns,
     format_ratio,
     format_unit,
@@ -33,13 +34,7 @@ from fsdp_inspect.report.charts.results import (
     draw_step_times,
 )
 from fsdp_inspect.report.text import list_throughput
-from fsdp_inspect.report.wording import (
-    describe_trust,
-    format_cause,
-    format_error,
-    format_kind,
-    format_metric,
-)
+from fsdp_inspect.report.wording import describe_trust, format_error, format_kind, format_metric
 from fsdp_inspect.result_types import (
     BreakdownCauses,
     Exposed,
@@ -422,10 +417,10 @@ def _show_owners(run: Run) -> None:
 
 
 def _show_worst_units(exposed: Exposed | None) -> None:
-    """Show the owners of the longest waits, one line each."""
+    """Show the owners of the largest waits, one line each."""
     worst = [owner for owner in exposed.owners if owner.exposed_ns] if exposed else []
     if worst:
-        with show_card("Longest waits of a unit, per step", key="worst"):
+        with show_card("Largest waits of a unit, per step", key="worst"):
             for owner in worst[:_TOP_UNITS]:
                 _show_owner(owner)
 

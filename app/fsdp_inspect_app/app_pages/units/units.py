@@ -37,7 +37,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     answer = st.container()
     if not summary.units:
         with answer:
-            show_headline(wording.describe_longest_wait(summary))
+            show_headline(wording.describe_largest_waits(summary))
         return
     unit = _pick_unit(summary.units)
     if unit is not None:
@@ -45,7 +45,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
         return
     owners = summary.exposed.owners if summary.exposed is not None else ()
     with answer:
-        show_headline(wording.describe_longest_wait(summary, owners))
+        show_headline(wording.describe_largest_waits(summary, owners))
     _show_bars(run, summary)
     _show_table(summary)
 
