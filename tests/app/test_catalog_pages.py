@@ -191,3 +191,23 @@ def test_the_page_of_runs_says_that_it_reads_and_goes_on(tmp_path, monkeypatch, 
     assert "takes 380 ms per step" in read(found)
     assert not found.get("progress")
     assert found.info[0].value.startswith("No run matches.")
+
+
+def test_the_page_sql_runs_a_query_and_refuses_a_change(open_app, folder):
+    app = open_app(folder, "sql")
+    assert not app.exception
+    assert len(app.dataframe) == 1  # the columns
+    app.text_area(key="sql").set_value("SELECT run, exposed_ns FROM runs ORDER BY run")
+    app.button[0].click().run()
+    assert not app.exception
+    assert app.dataframe[0].value["run"].tolist() == [f"run-{number}" for number in range(4)]
+    app.text_area(key="sql").set_value("DROP TABLE runs")
+    app.button[0].click().run()
+    assert not app.exception
+    assert "SELECT" in app.error[0].value
+
+
+def test_a_link_with_a_query_runs_nothing(open_app, folder):
+    app = open_app(folder, "sql", sql="SELECT 1 AS one")
+    assert app.text_area(key="sql").value == "SELECT 1 AS one"
+    assert len(app.dataframe) == 1
