@@ -142,7 +142,7 @@ menu = {
     for section, files in SECTIONS.items()
 }
 menu[""].append(st.Page(open_first, title=FIRST, url_path=FIRST, visibility="hidden"))
-page = st.navigation(menu)
+page = st.navigation(menu, expanded=True)
 st.set_page_config(page_title=f"{page.title} - FSDP Inspect")
 require_login()
 show_sidebar(listed, shown_page(page))

@@ -6,6 +6,7 @@ and `code` escape text for Markdown; charts escape their labels themselves.
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.formatting import (
@@ -24,6 +25,9 @@ from fsdp_inspect.report.wording import (
 from fsdp_inspect.result_types import ExposedOwner, Summary
 
 __all__ = [
+    "READING",
+    "STATUS_COLOURS",
+    "UNREADABLE",
     "code",
     "describe_largest_waits",
     "describe_main_cause",
@@ -59,6 +63,20 @@ def code(text: str) -> str:
 
 def _one_line(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
+
+
+READING, UNREADABLE = "being read", "unreadable"
+STATUS_COLOURS: dict[str, Literal["green", "blue", "gray", "orange", "red"]] = {
+    "complete": "green",
+    "imported": "green",
+    "running": "blue",
+    READING: "gray",
+    "partial": "orange",
+    "failed": "red",
+    "crashed": "red",
+    UNREADABLE: "red",
+}
+"""The colour of each status of a run, also of runs that are not read."""
 
 
 def describe_largest_waits(summary: Summary, owners: Sequence[ExposedOwner] = ()) -> str:

@@ -65,7 +65,10 @@ def describe_recommendation(advice: Advice) -> str:
         return f"{fastest.what}: peak {describe_plan_peak(fastest)} (predicted)."
     added = suggestion.added_bytes
     peak = "peak unknown" if added is None else f"peak {_signed_bytes(added)}"
-    return f"{suggestion.what}: predicted, {describe_saving(suggestion, advice.plan)}; {peak}."
+    number = len(advice.plan.suggestions)
+    first = f" First of {number} changes." if number > 1 else ""
+    saving = describe_saving(suggestion, advice.plan)
+    return f"{suggestion.what}: {saving}, {peak} (predicted).{first}"
 
 
 # --- one screen

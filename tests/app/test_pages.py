@@ -165,7 +165,7 @@ def test_overview_recommends_what_advice_does(open_app, tmp_path):
     first = advice.plan.suggestions[0]
     interval = f"{format_ns(first.saved_low_ns)} to {format_ns(first.saved_high_ns)}"
     text = read(app)
-    assert f"{first.what}: predicted, saves {format_ns(first.saved_ns)} a step" in text
+    assert f"{first.what}: saves {format_ns(first.saved_ns)} a step" in text
     assert f"interval {interval})" in text
     assert f"self-check {format_error(advice.plan.replay_error)} · 2 of 2 ranks" in text
     assert "Searching for the best change" not in read(app)

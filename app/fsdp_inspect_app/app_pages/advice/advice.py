@@ -126,9 +126,9 @@ def _show_recommended(advice: Advice, question: Question, manifest: RunManifest)
     elif suggestion is not None and plan is not None:
         _show_suggestion(suggestion, plan, question, manifest, key="recommended")
     if plan is not None and plan.suggestions and plan.caveats:
-        st.warning(
-            "\n".join(f"- {plain(caveat)}" for caveat in plan.caveats), icon=":material/warning:"
-        )
+        mark = "- " if len(plan.caveats) > 1 else ""
+        lines = "\n".join(f"{mark}{plain(caveat)}" for caveat in plan.caveats)
+        st.warning(lines, icon=":material/warning:")
 
 
 def _ask(entry: RunEntry) -> Question | None:

@@ -18,6 +18,7 @@ from fsdp_inspect.result_types import (
     AllocatorUse,
     Composition,
     LiveInstant,
+    LiveRow,
     MemoryOfStep,
     PlaceSpan,
     RankMemory,
@@ -35,6 +36,8 @@ _PHASE_LOOKS = {
 _NAMED_RATIO = 0.06
 _INSTANT_RATIO = 0.002
 _MOST, _END = NEUTRAL.colour, palette.SHOWN
+_NO_LINE = "before the step"
+"""The line of memory that the memory step did not see allocated."""
 _MOST_BOXES = 400
 """Of the strip of units: more would be a few pixels wide."""
 
@@ -119,26 +122,36 @@ def _line_of_second(second: StepMemory) -> Line:
 
 
 def draw_instant(instant: LiveInstant) -> Chart:
-    """The live memory as an icicle: units, below each its categories, below these their lines."""
-    units, categories, lines = [], [], []
+    """The live memory as a flame: units, below each the lines that allocated, then categories."""
+    units, lines, categories = [], [], []
     for unit in instant.units:
         units.append((NEUTRAL, unit.bytes, f"{unit.unit}: {format_bytes(unit.bytes)}", unit.unit))
+        by_line: dict[str, list[LiveRow]] = {}
         for one in unit.categories:
-            look = palette.MEMORY_LOOKS.get(one.category, palette.MEMORY_LOOKS["unattributed"])
-            label = format_category(one.category)
-            where = f"{unit.unit}, {label}"
-            categories.append((look, one.bytes, f"{where}: {format_bytes(one.bytes)}", label))
             for row in one.rows:
-                tip = f"{where}, {row.line or 'unknown line'}: {format_bytes(row.bytes)}"
-                lines.append((look, row.bytes, tip, row.line.rpartition("/")[2]))
+                by_line.setdefault(row.line or _NO_LINE, []).append(row)
+        for line, rows in sorted(by_line.items(), key=lambda each: -_total(each[1])):
+            where = f"{unit.unit}, {line}"
+            told = f"{where}: {format_bytes(_total(rows))}"
+            lines.append((palette.OTHER, _total(rows), told, line.rpartition("/")[2]))
+            for row in rows:
+                look = palette.MEMORY_LOOKS.get(row.category, palette.MEMORY_LOOKS["unattributed"])
+                label = format_category(row.category)
+                told = f"{where}, {label}: {format_bytes(row.bytes)}"
+                categories.append((look, row.bytes, told, label))
     return draw_bars(
         [
             Row(level, stack(parts))
-            for level, parts in (("unit", units), ("category", categories), ("line", lines))
+            for level, parts in (("unit", units), ("line", lines), ("category", categories))
         ],
         MetricUnit.BYTES,
         legend=[(look, label) for look, _, _, label in categories],
+        style="chart-thick",
     )
+
+
+def _total(rows: Sequence[LiveRow]) -> int:
+    return sum(row.bytes for row in rows)
 
 
 def _units(units: Sequence[PlaceSpan], whole_ns: int) -> Iterator[Box]:

@@ -427,11 +427,13 @@ def _show_worst_units(exposed: Exposed | None) -> None:
 
 def _show_owner(owner: ExposedOwner) -> None:
     """Show one line with a link to the unit: its exposed wait and the main cause."""
-    facts = [format_ns(owner.exposed_ns), f"{format_kind(owner.kind)} in {owner.phase}"]
+    place = f" in {owner.phase}" if owner.phase in ("forward", "backward") else ""
+    facts = [format_ns(owner.exposed_ns), f"{format_kind(owner.kind)}{place}"]
     facts += [f"mostly {format_cause(cause)}" for cause in list(owner.causes_ns)[:1]]
     sentence = plain(" " + " · ".join(facts))
     if owner.fqn is None:
-        show_text(plain(name_owner(owner)) + sentence)
+        words, icon = plain(name_owner(owner)) + sentence, ":material/view_timeline:"
+        page_link("timeline", words, icon=icon, **{UNIT_KEY: None})
         return
     name = format_unit(owner.fqn)
     page_link("units", f"{code(name)}{sentence}", icon=":material/stacks:", **{UNIT_KEY: name})

@@ -13,22 +13,12 @@ from fsdp_inspect_app import wording
 from fsdp_inspect_app.catalog_reading import KnownRuns, RunRow
 from fsdp_inspect_app.tables import mib, ms, percent
 from fsdp_inspect_app.user_store import RunNote
+from fsdp_inspect_app.wording import READING, UNREADABLE
 
 NAME_COLUMN, FOLDER_COLUMN = "run", "folder"
 BASELINE_MARK, PIN_MARK, STAR_MARK = "baseline", "pinned", "starred"
 _BASELINE_SUFFIX = "vs baseline (%)"
-READING, UNREADABLE = "being read", "unreadable"
 STEP_TIMES_COLUMN, DATE_COLUMN = "step times", "recorded (UTC)"
-STATUS_COLOURS = {
-    "complete": "green",
-    "imported": "green",
-    "running": "blue",
-    READING: "gray",
-    "partial": "orange",
-    "failed": "red",
-    "crashed": "red",
-    UNREADABLE: "red",
-}
 _LONG_LIST = 1_000
 """Rows of a list that is sent with fewer details."""
 _FEW_POINTS = 16

@@ -16,7 +16,6 @@ from fsdp_inspect_app import catalog_reading, loading
 from fsdp_inspect_app.app_pages.runs.frames import (
     DATE_COLUMN,
     NAME_COLUMN,
-    STATUS_COLOURS,
     STEP_TIMES_COLUMN,
     frame_runs,
     is_starred,
@@ -50,7 +49,7 @@ from fsdp_inspect_app.selection import (
     switch_page,
 )
 from fsdp_inspect_app.user_store import RunNote
-from fsdp_inspect_app.wording import code, plain
+from fsdp_inspect_app.wording import STATUS_COLOURS, code, plain
 
 _MOST_COMPARED = 8
 _MOST_REASONS = 50
@@ -181,7 +180,7 @@ def _show_table(frame: pd.DataFrame, ids: Sequence[str]) -> list[str]:
     # Rows are known by their positions, so a listing in another order is another table.
     key = f"listing-{hash(tuple(ids))}"
     state = st.dataframe(
-        frame.assign(status=[[status] for status in frame["status"]]),  # in colour
+        frame.assign(status=frame["status"].map(lambda status: [status])),  # in colour
         hide_index=True,
         on_select="rerun",
         selection_mode=["multi-row", "single-cell"],

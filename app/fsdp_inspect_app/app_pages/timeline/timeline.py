@@ -337,7 +337,7 @@ def _pick_range(outline: RunHeading, recorded: Sequence[int]) -> tuple[int, ...]
     link(RANK_KEY, [str(low), str(high)])
     chosen = [rank for rank in recorded if low <= rank <= high]
     every = -(-len(chosen) // _MOST_NARROW)
-    shown = {*chosen[::every], *({outline.median_rank} & {*chosen})}
+    shown = {*chosen[::every], *(rank for rank in chosen if rank == outline.median_rank)}
     if every > 1:
         st.caption(f"Every {every}th of {len(chosen)} ranks, and the median rank\\.")
     return tuple(sorted(shown))

@@ -72,8 +72,9 @@ def _show_bars(run: Run, summary: Summary) -> None:
             show_explore_button(chart, key="units", title=UNIT_MEASURES[measure])
         # Many bars scroll inside their card, so that the table stays near.
         scrolls = len(summary.units) > _MOST_BARS
-        height = _BARS_HEIGHT if scrolls else "content"
-        with st.container(height=height, border=False, key="units-scroll"):
+        with st.container(
+            height=_BARS_HEIGHT if scrolls else "content", border=False, key="units-scroll"
+        ):
             fqns = [unit.fqn for unit in summary.units]
             show_chart(
                 chart,

@@ -149,7 +149,7 @@ def _show_knobs(
         ("Units", knobs_of_units(prepared.plan), True),
         ("Gradients", KNOBS_OF_REDUCTION, False),
         ("Ranks", KNOBS_OF_RANKS, False),
-        ("Network", KNOBS_OF_NETWORK, True),
+        ("Network", KNOBS_OF_NETWORK, False),
     )
     chosen: dict[str, str] = {}
     with show_card("Plan and network", key="knobs"):
@@ -220,10 +220,11 @@ def _show_numbers(simulation: Simulation) -> None:
             "the fitted network.",
         ),
         (
-            "Predicted exposed",
+            "Predicted FSDP exposed",
             format_ns(after.exposed_ns),
             f"recorded plan, simulated: {format_ns(before.exposed_ns)}",
-            "Predicted exposed communication in a step.",
+            "Predicted exposed communication of units in a step. Waits for other collectives are "
+            "kept as recorded.",
         ),
         (
             "Predicted peak",
