@@ -9,6 +9,7 @@ from fsdp_inspect.formatting import listed
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.result_types import RunEntry, RunHeading, RunManifest, RunStatus
 from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app.cards import is_exploring
 from fsdp_inspect_app.run_notes import (
     read_notes,
     show_failed_note,
@@ -168,9 +169,9 @@ def _show_state(status: RunStatus, notes: Sequence[str], *, is_damaged: bool) ->
 
 @st.fragment(run_every=_REFRESH_EVERY_S)
 def _refresh_as_it_grows() -> None:
-    """Reload the page when the run's files have changed."""
+    """Reload the page when the run's files have changed, unless a figure is open."""
     entry = chosen_entry()
-    if entry is None:
+    if entry is None or is_exploring():
         return
     contents = (entry.id, loading.contents_of(entry))
     seen = st.session_state.setdefault(_SEEN_KEY, contents)

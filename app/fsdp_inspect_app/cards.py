@@ -38,6 +38,7 @@ _SCALED = ("(ms)", "(GB/s)", "(MiB)")
 """The ends of the names of columns whose values share a unit and a number of decimals."""
 THREE_DIGITS = "%.3g"
 """The format of numbers that each have three digits."""
+_EXPLORING_KEY = "a figure is open"
 _MANY = 999.5
 """From this value on, three digits do not reach the decimal point."""
 
@@ -210,8 +211,20 @@ def show_explore_button(chart: Chart | None, *, key: str, title: str) -> None:
         _explore(chart, key, title)
 
 
+def is_exploring() -> bool:
+    """Whether a figure is open, which a rerun of the page would close."""
+    return bool(st.session_state.get(_EXPLORING_KEY))
+
+
+def stop_exploring() -> None:
+    """Note that no figure is open: at the start of each run of the page, and after the dialog."""
+    st.session_state[_EXPLORING_KEY] = False
+
+
 def _explore(chart: Chart, key: str, title: str) -> None:
-    @st.dialog(plain(title), width="large")
+    st.session_state[_EXPLORING_KEY] = True
+
+    @st.dialog(plain(title), width="large", on_dismiss=stop_exploring)
     def show() -> None:
         figures = import_module(FIGURES)  # when the dialog opens, because Plotly takes seconds
         st.plotly_chart(figures.plot_chart(chart), key=f"figure-{key}", width="stretch")

@@ -303,7 +303,9 @@ def _plan_check(check: PlanCheck) -> RenderableType:
 
 
 def _breakdown_title(breakdown: StepBreakdown) -> str:
-    return f"Typical step of rank {breakdown.rank} (mean over {len(breakdown.steps)} steps)"
+    return (
+        f"Typical step of rank {breakdown.rank} (mean over {plural(len(breakdown.steps), 'step')})"
+    )
 
 
 def _numbers_title(summary: Summary) -> str:

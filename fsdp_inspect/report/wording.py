@@ -12,6 +12,7 @@ from fsdp_inspect.analysis.exposed import CAUSES, list_causes
 from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.run_heading import RunHeading
+from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.trust import Trust
 from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, NoiseVerdict
@@ -65,22 +66,21 @@ def describe_provenance(provenance: Provenance | None, *groups: str) -> str:
     return f"{'; '.join([source, *methods])}."
 
 
-def describe_trust(trust: Trust, self_check: str, *, num_ranks: int, world_size: int) -> str:
+def describe_trust(trust: Trust, summary: Summary, self_check: str) -> str:
     """The evidence behind every number of a run, in one line.
 
     Args:
         trust: The evidence.
+        summary: The summary of the run.
         self_check: The error of the simulated recorded plan, or why there is none.
-        num_ranks: Ranks with data.
-        world_size: All ranks.
     """
     cores = "unknown whether threads had a core"
     if trust.run_delay is not None:
         cores = f"threads without a core {format_ratio(trust.run_delay_ratio)} of the time"
-    steps = plural(trust.num_steps, "typical step")
+    steps = f"{trust.num_steps} typical of {plural(summary.num_timed_steps, 'timed step')}"
     if trust.num_steps > 1:
         steps += f", spread ±{format_ratio(trust.spread_ratio)}"
-    ranks = f"{num_ranks} of {plural(world_size, 'rank')}"
+    ranks = f"{summary.num_ranks} of {plural(summary.world_size, 'rank')}"
     return " · ".join([steps, cores, f"self-check {self_check}", ranks])
 
 

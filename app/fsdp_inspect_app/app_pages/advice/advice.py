@@ -257,8 +257,8 @@ def _show_plan(
     _, shown = recommended(advice)
     if [*plan.suggestions] != [shown] and plan.suggestions:
         with show_fold(f"All changes of the plan: {len(plan.suggestions)}", key="changes"):
-            for place, each in enumerate(plan.suggestions, 1):
-                key = f"change-{place}"
+            for place, each in enumerate(plan.suggestions):
+                key = f"change-{place + 1}"
                 _show_suggestion(each, plan, question, run.manifest, key=key, is_numbered=True)
     if plan.suggestions:
         with show_fold("Run the plan and verify it", key="run"):

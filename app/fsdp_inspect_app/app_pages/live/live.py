@@ -277,8 +277,8 @@ def _show_alerts(entry: RunEntry) -> None:
     folder = loading.runs_folder()
     if isinstance(folder, str):
         return
-    on = ", ".join(map(str, WATCH.rules)) or "off"
-    with st.popover(f"Alerts: {plain(on)}", icon=":material/notifications:", key="alerts"):
+    on = f"{len(WATCH.rules)} of {len(RULES)}" if WATCH.rules else "off"
+    with st.popover(f"Alerts: {on}", icon=":material/notifications:", key="alerts"):
         with st.form("alert-form", border=False):
             chosen = [_ask_rule(name) for name in RULES]
             target = _ask_target()
@@ -316,7 +316,7 @@ def _ask_target() -> str:
     """The webhook; a command, and the target of a shared server, come from its command line."""
     is_shared = st.get_option("browser.serverAddress") != _OWN_MACHINE
     if is_shared or (WATCH.target and not is_webhook(WATCH.target)):
-        st.caption("`fsdp-inspect app --alert` of this server chooses where alerts are sent\\.")
+        st.caption("The option `--alert` of this server sets where alerts are sent\\.")
         return WATCH.target
     target = st.text_input(
         "Webhook",

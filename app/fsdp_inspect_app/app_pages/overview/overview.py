@@ -21,6 +21,7 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_unit,
     name_run,
+    plural,
 )
 from fsdp_inspect.metrics import define_metric, find_metric
 from fsdp_inspect.report.advice import describe_recommendation
@@ -160,12 +161,7 @@ def _describe_trust(entry: RunEntry, run: Run) -> str:
     self_check = "not run"
     if advice is not None:
         self_check = format_error(advice.plan.replay_error) if advice.plan else "not possible"
-    return describe_trust(
-        measure_trust(run.source),
-        self_check,
-        num_ranks=summary.num_ranks,
-        world_size=summary.world_size,
-    )
+    return describe_trust(measure_trust(run.source), summary, self_check)
 
 
 def _describe_numbers(summary: Summary) -> str:
@@ -288,7 +284,8 @@ def _show_key_numbers(summary: Summary) -> None:
         (name, format_metric(name, value), detail) for name, value, detail in _more_numbers(summary)
     ]
     origin = f"Typical step of rank {summary.median_rank}. " if times else ""
-    origins = {"step_time_ns": f"{origin}{summary.left_out.sentence} Below: p10 to p90."}
+    quantiles = "Below: p10 to p90; each is the step time of a step."
+    origins = {"step_time_ns": f"{origin}{summary.left_out.sentence} {quantiles}"}
     in_trace = summary.is_kernel_trace
     show_tiles(
         [
@@ -327,7 +324,8 @@ def _show_step(run: Run) -> None:
         if part.duration_ns
     )
     note = (
-        f"Typical step of rank {breakdown.rank}: the mean over {len(breakdown.steps)} steps. The "
+        f"Typical step of rank {breakdown.rank}: the mean over "
+        f"{plural(len(breakdown.steps), 'step')}. The "
         "parts add up. Hatching marks exposed waits. "
         + wording.describe_provenance(
             summary.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"

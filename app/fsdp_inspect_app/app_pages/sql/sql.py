@@ -52,7 +52,7 @@ def show_page() -> None:
     answer = st.container()
     with st.form("query", border=False):
         sql = st.text_area("SQL (DuckDB, read-only)", _FIRST, key="sql", bind="query-params")
-        if st.form_submit_button("Run", type="primary", icon=":material/play_arrow:"):
+        if st.form_submit_button("Run", icon=":material/play_arrow:"):
             st.session_state[_ASKED_KEY] = sql
     asked = st.session_state.get(_ASKED_KEY)
     with answer:
