@@ -224,8 +224,10 @@ class Dashboard:
 
     def unfold(self) -> None:
         """Open every folded part of the page."""
-        for fold in self.page.locator("[class*=st-key-fold-] details:not([open]) summary").all():
-            fold.click()
+        for fold in self.page.locator("[class*=st-key-fold-]").all():
+            panel = fold.locator("details").first
+            if panel.get_attribute("open") is None:
+                panel.locator("summary").first.click()
         self.settle()
 
     def headline(self) -> str:

@@ -83,7 +83,7 @@ def test_the_report_is_one_file_that_is_made_when_asked(states_server, tab):
     ).click()
     with dashboard.page.expect_download() as download:
         dashboard.page.get_by_role("button", name="Report (HTML, one file)").click()
-    assert download.value.suggested_filename == "synthetic.html"
+    assert download.value.suggested_filename == "recorded.html"
     assert "<html" in download.value.path().read_text()[:2000]
     dashboard.page.keyboard.press("Escape")
 
