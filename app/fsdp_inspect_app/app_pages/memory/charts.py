@@ -3,6 +3,7 @@
 Nothing is computed here.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pandas as pd
@@ -38,6 +39,8 @@ _INSTANT_RATIO = 0.002
 _MOST, _END = NEUTRAL.colour, palette.SHOWN
 _NO_LINE = "before the step"
 """The line of memory that the memory step did not see allocated."""
+_LEAST_LINE, _FEWEST_SMALL = 0.005, 2
+"""Lines below this part of the live memory are one box, if there are that many."""
 _MOST_BOXES = 400
 """Of the strip of units: more would be a few pixels wide."""
 
@@ -126,19 +129,16 @@ def draw_instant(instant: LiveInstant) -> Chart:
     units, lines, categories = [], [], []
     for unit in instant.units:
         units.append((NEUTRAL, unit.bytes, f"{unit.unit}: {format_bytes(unit.bytes)}", unit.unit))
-        by_line: dict[str, list[LiveRow]] = {}
-        for one in unit.categories:
-            for row in one.rows:
-                by_line.setdefault(row.line or _NO_LINE, []).append(row)
-        for line, rows in sorted(by_line.items(), key=lambda each: -_total(each[1])):
+        rows = [row for one in unit.categories for row in one.rows]
+        for line, own in _by_line(rows, least=instant.bytes * _LEAST_LINE).items():
             where = f"{unit.unit}, {line}"
-            told = f"{where}: {format_bytes(_total(rows))}"
-            lines.append((palette.OTHER, _total(rows), told, line.rpartition("/")[2]))
-            for row in rows:
-                look = palette.MEMORY_LOOKS.get(row.category, palette.MEMORY_LOOKS["unattributed"])
-                label = format_category(row.category)
-                told = f"{where}, {label}: {format_bytes(row.bytes)}"
-                categories.append((look, row.bytes, told, label))
+            told = f"{where}: {format_bytes(sum(own.values()))}"
+            lines.append((palette.OTHER, sum(own.values()), told, line.rpartition("/")[2]))
+            for category, amount in own.items():
+                look = palette.MEMORY_LOOKS.get(category, palette.MEMORY_LOOKS["unattributed"])
+                label = format_category(category)
+                told = f"{where}, {label}: {format_bytes(amount)}"
+                categories.append((look, amount, told, label))
     return draw_bars(
         [
             Row(level, stack(parts))
@@ -150,8 +150,17 @@ def draw_instant(instant: LiveInstant) -> Chart:
     )
 
 
-def _total(rows: Sequence[LiveRow]) -> int:
-    return sum(row.bytes for row in rows)
+def _by_line(rows: Sequence[LiveRow], *, least: float) -> dict[str, Counter[str]]:
+    """Bytes by category of each line, the largest line first; lines below `least` are together."""
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        found.setdefault(row.line or _NO_LINE, Counter())[row.category] += row.bytes
+    ordered = sorted(found.items(), key=lambda each: -each[1].total())
+    small = [own for _, own in ordered if own.total() < least]
+    if len(small) < _FEWEST_SMALL:
+        return dict(ordered)
+    kept = {line: own for line, own in ordered if own.total() >= least}
+    return {**kept, f"{len(small)} other lines": sum(small, Counter[str]())}
 
 
 def _units(units: Sequence[PlaceSpan], whole_ns: int) -> Iterator[Box]:
