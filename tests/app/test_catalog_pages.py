@@ -14,7 +14,8 @@ from fsdp_inspect.store.folder import create_run, list_runs
 from fsdp_inspect.trace.run import RunStatus
 from tests.app.conftest import start_app
 from tests.app.synthetic import make_run, write_run
-from tests.app.test_pages import read
+from tests.app.test_pages import codes_of, read
+from tests.app.test_printed_commands import call
 from tests.store.run_files import make_manifest, write_rank
 
 PATIENT_S = 300.0
@@ -205,6 +206,15 @@ def test_the_page_sql_runs_a_query_and_refuses_a_change(open_app, folder):
     app.button[0].click().run()
     assert not app.exception
     assert "SELECT" in app.error[0].value
+
+
+def test_the_commands_of_the_page_sql_run_as_printed(open_app, folder, tmp_path):
+    copies = shutil.copytree(folder, tmp_path / "runs")
+    commands = codes_of(open_app(copies, "sql"), "bash")
+    assert len(commands) == 2
+    outcomes = [call(command, tmp_path) for command in commands]
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert "run-3" in outcomes[1][1]
 
 
 def test_a_link_with_a_query_runs_nothing(open_app, folder):

@@ -60,7 +60,8 @@ def show_page() -> None:
     if asked is not None:
         _show_rows(catalog, asked)
     _show_columns()
-    show_note("The same in a terminal:")
+    show_note("The same in a terminal, after an index of the folder:")
+    show_code(shlex.join(["fsdp-inspect", "store", "index", folder]), key="index")
     words = ["fsdp-inspect", "store", "query", " ".join((asked or sql).split()), "--runs", folder]
     show_code(shlex.join(words), key="query")
     if not found.is_complete:
