@@ -105,6 +105,10 @@ def test_the_page_turns_alerts_on_and_shows_them(open_app, stalled, monkeypatch)
     next(each for each in app.button if each.label == "Apply").click().run()
     assert not app.exception
     assert [str(rule) for rule in watch.rules] == ["stall"]
+    app.text_input[0].set_value("ftp://example.org")
+    next(each for each in app.button if each.label == "Apply").click().run()
+    assert "Invalid webhook" in app.error[0].value
+    assert watch.target == ""
     watch.look()
     app.run()
     assert "Alert: No step ends any more." in read(app)

@@ -324,7 +324,10 @@ def _ask_target() -> str:
         placeholder="https://...",
         help="Gets each alert as JSON with a `text`\\. Empty: alerts are shown here only\\.",
     )
-    return target if is_webhook(target) else ""
+    if target and not is_webhook(target):
+        st.error(plain(f"Invalid webhook: {target!r}. Expected an address such as https://..."))
+        return WATCH.target
+    return target
 
 
 def _show_steps(live: LiveStatus) -> None:
