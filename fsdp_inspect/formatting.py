@@ -156,6 +156,20 @@ def capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def format_cause(cause: str, *, in_list: bool = False) -> str:
+    """A cause of a wait as text: `late issue`.
+
+    The cause `straggler` is a wait for whichever rank is last, so it is no statement on one rank.
+
+    Args:
+        cause: The cause.
+        in_list: Whether it is one of several in a cell, where it is as short as possible.
+    """
+    if cause == "straggler":
+        return "last rank" if in_list else "waiting for the last rank"
+    return cause.replace("_", " ")
+
+
 def format_unit(fqn: str) -> str:
     """Format the name of a unit: the empty name of the root unit is shown as `(root)`."""
     return fqn or "(root)"

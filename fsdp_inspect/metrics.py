@@ -210,6 +210,13 @@ _ALL = (
         "the rest of the step: loss, gradient clipping, logging, zeroing gradients",
     ),
     Metric(
+        "kept_ns",
+        "kept as recorded",
+        _NS,
+        "the part of a simulated step that no plan changes: optimizer, data, collectives that FSDP "
+        "did not issue, and other",
+    ),
+    Metric(
         "between_ns",
         "between steps",
         _NS,

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
     import pyarrow as pa
 
-_FIGURES = "fsdp_inspect.report.figures"
-"""The module that draws results. It loads at the first `plot()`, because it imports plotly."""
+FIGURES = "fsdp_inspect.report.figures"
+"""The module that draws figures. It loads at the first one, because it imports plotly."""
 _MOST_ROWS_IN_HTML = 50
 _SENTENCES = ("sentence", "headline", "answer")
 """The names of the attribute with the verdict of a result."""
@@ -67,7 +67,7 @@ class Result:
                 names the reason.
         """
         try:
-            figures = import_module(_FIGURES)
+            figures = import_module(FIGURES)
         except ModuleNotFoundError as error:
             raise MissingDataError(
                 f"A figure needs the package {error.name!r}, which is not installed. Expected the "

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import streamlit as st
 
@@ -10,6 +9,7 @@ from fsdp_inspect.formatting import listed
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.result_types import RunEntry, RunHeading, RunManifest, RunStatus
 from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app.cards import is_exploring
 from fsdp_inspect_app.run_notes import (
     read_notes,
     show_failed_note,
@@ -19,11 +19,7 @@ from fsdp_inspect_app.run_notes import (
 from fsdp_inspect_app.selection import chosen_entry, page_link, run_name
 from fsdp_inspect_app.wording import plain
 
-_COLOURS: dict[RunStatus, Literal["green", "blue"]] = {
-    RunStatus.COMPLETE: "green",
-    RunStatus.IMPORTED: "green",
-    RunStatus.RUNNING: "blue",
-}
+_GOOD = (RunStatus.COMPLETE, RunStatus.IMPORTED, RunStatus.RUNNING)
 _REFRESH_EVERY_S = 5
 _MOST_NAMED = 3
 _SEEN_KEY = "contents that are shown"
@@ -123,7 +119,7 @@ def show_status(entry: RunEntry | None, status: RunStatus) -> None:
     if entry is not None and loading.torn_files(entry):
         st.badge("damaged", color="orange")
     else:
-        st.badge(status.value, color=_COLOURS.get(status, "orange"))
+        st.badge(status.value, color=wording.STATUS_COLOURS[status.value])
 
 
 def _damage(notes: Sequence[str]) -> list[str]:
@@ -163,7 +159,7 @@ def _show_state(status: RunStatus, notes: Sequence[str], *, is_damaged: bool) ->
     if not lines:
         return
     text = "\n".join(f"- {plain(line)}" for line in lines) if len(lines) > 1 else plain(lines[0])
-    if status in _COLOURS and not is_damaged:
+    if status in _GOOD and not is_damaged:
         st.info(text, icon=":material/info:")
     else:
         st.warning(text, icon=":material/warning:")
@@ -173,9 +169,9 @@ def _show_state(status: RunStatus, notes: Sequence[str], *, is_damaged: bool) ->
 
 @st.fragment(run_every=_REFRESH_EVERY_S)
 def _refresh_as_it_grows() -> None:
-    """Reload the page when the run's files have changed."""
+    """Reload the page when the run's files have changed, unless a figure is open."""
     entry = chosen_entry()
-    if entry is None:
+    if entry is None or is_exploring():
         return
     contents = (entry.id, loading.contents_of(entry))
     seen = st.session_state.setdefault(_SEEN_KEY, contents)

@@ -7,6 +7,7 @@ one of level 3. Everything is also added to the page's sheet, which can be saved
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,11 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 from streamlit.elements.lib.column_types import ColumnConfig
 
-from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import MISSING, num_decimals
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.wording import format_metric
-from fsdp_inspect.results import Result
+from fsdp_inspect.results import FIGURES
 from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.page_sheet import (
     SheetCode,
@@ -38,6 +38,7 @@ _SCALED = ("(ms)", "(GB/s)", "(MiB)")
 """The ends of the names of columns whose values share a unit and a number of decimals."""
 THREE_DIGITS = "%.3g"
 """The format of numbers that each have three digits."""
+_EXPLORING_KEY = "a figure is open"
 _MANY = 999.5
 """From this value on, three digits do not reach the decimal point."""
 
@@ -110,25 +111,25 @@ def metric_tiles(names: Sequence[str], result: object) -> list[Tile]:
     ]
 
 
-def show_tiles(tiles: Sequence[Tile], *, border: bool = True, num_columns: int = 0) -> None:
-    """Show key numbers in a row, with the widths of a row of at least `num_columns` tiles.
+def show_tiles(tiles: Sequence[Tile], *, border: bool = True) -> None:
+    """Show key numbers in rows that fill the width, however many there are.
 
     All of their texts are plain: Streamlit shows each part of a metric as Markdown.
     """
     shown = tuple((tile.label, tile.value, tile.detail or "") for tile in tiles)
     page_sheet().add(SheetTiles(shown))
-    columns = st.columns(max(len(tiles), num_columns))
-    for column, tile in zip(columns, tiles, strict=False):
-        column.metric(
-            plain(tile.label),
-            plain(tile.value),
-            None if tile.detail is None else plain(tile.detail),
-            delta_color="off",
-            delta_arrow="off",
-            border=border,
-            height="stretch",
-            help=None if tile.definition is None else plain(tile.definition),
-        )
+    with st.container(horizontal=True, gap="small"):
+        for tile in tiles:
+            st.metric(
+                plain(tile.label),
+                plain(tile.value),
+                None if tile.detail is None else plain(tile.detail),
+                delta_color="off",
+                delta_arrow="off",
+                border=border,
+                height="stretch",
+                help=None if tile.definition is None else plain(tile.definition),
+            )
 
 
 def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, most by name)
@@ -140,9 +141,8 @@ def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, mos
     alt: str,
     note: str,
     on_click: Callable[[Click], None] | None = None,
-    result: Callable[[], Result] | None = None,
 ) -> None:
-    """A chart with its table and CSV.
+    """A chart with its table and CSV, and its figure for **Explore**.
 
     Args:
         title: What it shows.
@@ -152,14 +152,20 @@ def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, mos
         alt: The chart in one sentence, for screen readers.
         note: How the numbers were obtained; the tooltip of the title.
         on_click: As for `show_chart`.
-        result: Returns the result whose figure **Explore** opens; None: there is no such figure.
     """
     with show_card(title, key=key, note=note) as header:
         with header:
-            if result is not None:
-                show_explore_button(result, key=key, title=title)
+            show_explore_button(chart, key=key, title=title)
             show_table_button(frame, key=key, alt=title)
         show_chart(chart, key=key, alt=alt, on_click=on_click)
+
+
+@contextmanager
+def show_fold(title: str, *, key: str) -> Iterator[None]:
+    """A part of the page that is folded until it is opened; the title is plain text."""
+    page_sheet().add(SheetTitle(title, 2))
+    with st.expander(plain(title), key=f"fold-{key}"):
+        yield
 
 
 def show_empty_card(title: str, reason: str, *, key: str) -> None:
@@ -191,27 +197,37 @@ def show_card(title: str, *, key: str, note: str = "") -> Iterator[DeltaGenerato
             page_sheet().add(SheetText(plain(note), is_note=True))
 
 
-def show_explore_button(result: Callable[[], Result], *, key: str, title: str) -> None:
-    """A button that opens the Plotly figure of a result: zoom, values, legend, PNG.
+def show_explore_button(chart: Chart | None, *, key: str, title: str) -> None:
+    """A button that opens a chart as a Plotly figure: zoom, values, legend, PNG.
 
     Args:
-        result: Returns the result; called when the dialog opens, because Plotly takes seconds.
+        chart: The chart; without one there is no button.
         key: Unique on the page.
         title: The title of the dialog.
     """
-    if st.button("Explore", type="tertiary", icon=":material/zoom_in:", key=f"explore-{key}"):
-        _explore(result, key, title)
+    if chart is not None and st.button(
+        "Explore", type="tertiary", icon=":material/zoom_in:", key=f"explore-{key}"
+    ):
+        _explore(chart, key, title)
 
 
-def _explore(result: Callable[[], Result], key: str, title: str) -> None:
-    @st.dialog(plain(title), width="large")
+def is_exploring() -> bool:
+    """Whether a figure is open, which a rerun of the page would close."""
+    return bool(st.session_state.get(_EXPLORING_KEY))
+
+
+def stop_exploring() -> None:
+    """Note that no figure is open: at the start of each run of the page, and after the dialog."""
+    st.session_state[_EXPLORING_KEY] = False
+
+
+def _explore(chart: Chart, key: str, title: str) -> None:
+    st.session_state[_EXPLORING_KEY] = True
+
+    @st.dialog(plain(title), width="large", on_dismiss=stop_exploring)
     def show() -> None:
-        try:
-            figure = result().plot()
-        except FsdpInspectError as error:
-            st.info(plain(str(error)))
-            return
-        st.plotly_chart(figure, key=f"figure-{key}", width="stretch")
+        figures = import_module(FIGURES)  # when the dialog opens, because Plotly takes seconds
+        st.plotly_chart(figures.plot_chart(chart), key=f"figure-{key}", width="stretch")
 
     show()
 

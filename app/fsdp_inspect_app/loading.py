@@ -244,9 +244,14 @@ def comparison_of(entries: Sequence[RunEntry]) -> ComparisonContents:
     )
 
 
-def timeline_of(entry: RunEntry, *, step: int, ranks: tuple[int, ...]) -> TrackSet:
-    """One step of some ranks, prepared for drawing; raises as `open_entry`."""
-    asked = (str(entry.path), _state_of(entry.path), step, ranks)
+def timeline_of(
+    entry: RunEntry, *, step: int, ranks: tuple[int, ...], is_narrow: bool = False
+) -> TrackSet:
+    """One step of some ranks, prepared for drawing; `is_narrow` as for `build_timeline`.
+
+    Raises as `open_entry`.
+    """
+    asked = (str(entry.path), _state_of(entry.path), step, ranks, is_narrow)
     tracks: TrackSet | None = _timelines().find(asked)
     if tracks is None:
         tracks = _timeline(*asked)
@@ -344,9 +349,12 @@ def _comparison(
 
 
 @st.cache_resource(max_entries=1, show_spinner="Laying out the step")
-def _timeline(path: str, state: _State, step: int, ranks: tuple[int, ...]) -> TrackSet:
+def _timeline(
+    path: str, state: _State, step: int, ranks: tuple[int, ...], is_narrow: bool
+) -> TrackSet:
     run = _open(path, state).run.source
-    return TrackSet(build_timeline(run, step=step, ranks=ranks), run.manifest)
+    drawn = build_timeline(run, step=step, ranks=ranks, is_narrow=is_narrow)
+    return TrackSet(drawn, run.manifest)
 
 
 def torn_files(entry: RunEntry) -> tuple[str, ...]:

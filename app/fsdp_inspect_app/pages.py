@@ -38,6 +38,7 @@ SECTIONS: dict[str, tuple[PageFile, ...]] = {
     "": (
         PageFile("runs", "Runs", ":material/list:"),
         PageFile("trends", "Trends", ":material/trending_up:"),
+        PageFile("sql", "SQL", ":material/database:"),
         PageFile("compare", "Compare", ":material/compare_arrows:"),
         PageFile("imports", "Import", ":material/input:"),
     ),

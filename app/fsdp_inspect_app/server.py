@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import sys
 import threading
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 MOST_UNFINISHED = 64
@@ -48,7 +50,8 @@ def main() -> None:
     limit_unfinished_requests()
     from streamlit.web import cli  # the server starts before the modules of pages load
 
-    threading.Thread(target=load_ahead, name="load-ahead", daemon=True).start()
+    folder = sys.argv[sys.argv.index("--") + 1] if "--" in sys.argv else None
+    threading.Thread(target=load_ahead, args=(folder,), name="load-ahead", daemon=True).start()
     cli.main(prog_name="streamlit")
 
 
@@ -119,8 +122,10 @@ def _limit(protocol: type[Any], unfinished: _Unfinished) -> None:
     protocol.connection_lost = connection_lost
 
 
-def load_ahead() -> None:
-    """Load the modules of pages; a module that fails is reported by the page that needs it.
+def load_ahead(folder: str | None = None) -> None:
+    """Load the modules of pages, and start the alerts.
+
+    A module that fails is reported by the page that needs it.
 
     Streamlit collects garbage after every run of the script, with the interpreter's lock held. The
     modules are never garbage, but scanning them took 150 ms, and a click runs two scripts. They are
@@ -132,6 +137,8 @@ def load_ahead() -> None:
         except ImportError:
             return
     gc.freeze()
+    alerting = importlib.import_module("fsdp_inspect_app.alerting")
+    alerting.start_from_environment(None if folder is None else Path(folder))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.report.charts.chart import read_style
 from fsdp_inspect.result_types import RunStatus
 from fsdp_inspect_app import loading
+from fsdp_inspect_app.cards import stop_exploring
 from fsdp_inspect_app.command_palette import show_command_palette
 from fsdp_inspect_app.empty_states import show_failure
 from fsdp_inspect_app.exports import show_download
@@ -142,7 +143,8 @@ menu = {
     for section, files in SECTIONS.items()
 }
 menu[""].append(st.Page(open_first, title=FIRST, url_path=FIRST, visibility="hidden"))
-page = st.navigation(menu)
+stop_exploring()
+page = st.navigation(menu, expanded=True)
 st.set_page_config(page_title=f"{page.title} - FSDP Inspect")
 require_login()
 show_sidebar(listed, shown_page(page))

@@ -76,7 +76,8 @@ def gb_per_s(rate: float | None) -> float | None:
 # --- Draw wholes below each other, each split into its parts, all on one scale.
 
 _LABELLED_RATIO = 0.05
-_PARTS = {part.label: palette.PART_LOOKS[part] for part in palette.PART_LOOKS}
+_PARTS = {part.label: look for part, look in palette.PART_LOOKS.items()}
+_PARTS["kept"] = palette.KEPT
 
 Stack = tuple[str, Mapping[str, int]]
 """A name, and its parts."""

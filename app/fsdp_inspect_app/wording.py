@@ -6,22 +6,30 @@ and `code` escape text for Markdown; charts escape their labels themselves.
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from fsdp_inspect.analysis.run_heading import describe_sharding
-from fsdp_inspect.formatting import format_category as name_category, format_ns, format_unit
+from fsdp_inspect.formatting import (
+    format_category as name_category,
+    format_cause,
+    format_ns,
+    format_unit,
+)
 from fsdp_inspect.report.wording import (
     describe_memory_method,
     describe_methods,
     describe_provenance,
     describe_run,
     describe_step,
-    format_cause,
 )
 from fsdp_inspect.result_types import ExposedOwner, Summary
 
 __all__ = [
+    "READING",
+    "STATUS_COLOURS",
+    "UNREADABLE",
     "code",
-    "describe_longest_wait",
+    "describe_largest_waits",
     "describe_main_cause",
     "describe_memory_method",
     "describe_methods",
@@ -57,12 +65,26 @@ def _one_line(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def describe_longest_wait(summary: Summary, owners: Sequence[ExposedOwner] = ()) -> str:
-    """The headline about the unit with the longest exposed wait, as Markdown.
+READING, UNREADABLE = "being read", "unreadable"
+STATUS_COLOURS: dict[str, Literal["green", "blue", "gray", "orange", "red"]] = {
+    "complete": "green",
+    "imported": "green",
+    "running": "blue",
+    READING: "gray",
+    "partial": "orange",
+    "failed": "red",
+    "crashed": "red",
+    UNREADABLE: "red",
+}
+"""The colour of each status of a run, also of runs that are not read."""
+
+
+def describe_largest_waits(summary: Summary, owners: Sequence[ExposedOwner] = ()) -> str:
+    """The headline about the unit with the largest waits, as Markdown.
 
     Args:
         summary: The run's summary.
-        owners: The exposed waits with their causes, longest first; empty if they cannot be read.
+        owners: The exposed waits with their causes, largest first; empty if they cannot be read.
     """
     if summary.step_time_ns is None:
         return "No timed step yet\\."
@@ -72,7 +94,7 @@ def describe_longest_wait(summary: Summary, owners: Sequence[ExposedOwner] = ())
     if top.exposed_ns == 0:
         return plain(f"No exposed wait: all {len(summary.units)} units hide their communication.")
     why = describe_main_cause([owner for owner in owners if owner.fqn == top.fqn])
-    return f"Longest exposed wait: {code(format_unit(top.fqn))}" + plain(
+    return f"Largest waits of a unit: {code(format_unit(top.fqn))}" + plain(
         f", {format_ns(top.exposed_ns)} per step{why}."
     )
 

@@ -22,7 +22,7 @@ from fsdp_inspect.analysis.mesh_dimensions import GroupDimensions, group_dimensi
 from fsdp_inspect.analysis.step_selection import RankSteps, collective_rows, inspected_rank
 from fsdp_inspect.analysis.wait_causes import NEEDED_KINDS, Cause, Waits, read_waits, split_waits
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
-from fsdp_inspect.formatting import format_owner
+from fsdp_inspect.formatting import format_cause, format_owner
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.statistics import apportion
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, NO_UNIT, EventFlag, EventKind, Phase
@@ -119,7 +119,8 @@ def format_cause_ratios(causes_ns: Mapping[str, int]) -> str:
     """Causes with their fractions of an exposed time: `floor 60%, late issue 40%`."""
     total = sum(causes_ns.values())
     return ", ".join(
-        f"{cause.replace('_', ' ')} {duration / total:.0%}" for cause, duration in causes_ns.items()
+        f"{format_cause(cause, in_list=True)} {duration / total:.0%}"
+        for cause, duration in causes_ns.items()
     )
 
 
@@ -208,7 +209,7 @@ CAUSES = TableSpec(
             "cause",
             "Why the rank waits.",
             lambda row: row.name,
-            show=lambda name: name.replace("_", " "),
+            show=format_cause,
         ),
         metric_column("duration_ns", metric="exposed_ns", label="exposed"),
         metric_column("ratio", metric="step_ratio", label="share"),

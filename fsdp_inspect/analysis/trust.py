@@ -22,6 +22,7 @@ import numpy as np
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.formatting import (
     capitalize,
@@ -31,6 +32,7 @@ from fsdp_inspect.formatting import (
     format_ratio,
     plural,
 )
+from fsdp_inspect.statistics import half_range_ratio
 from fsdp_inspect.trace.host_work import LEAST_FAULTS_PER_S, LEAST_SWAP_BYTES
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import MISSING_INT
@@ -98,7 +100,7 @@ class Paging:
 class Trust:
     """The evidence of a run for and against statements. The defaults are those of a good run.
 
-    The last fields describe a simulation of the run, if there is one.
+    The self-check and the memory error describe a simulation of the run, if there is one.
     """
 
     run_id: str = ""
@@ -113,9 +115,9 @@ class Trust:
     memory_error: float | None = None
     """Simulated / measured peak of the recorded plan, - 1; None: unknown."""
     spread_ratio: float = 0.0
-    """Half of the range of the durations of the simulated steps, as a fraction of their mean."""
+    """Half of the range of the durations of the typical steps, as a fraction of their mean."""
     num_steps: int = 0
-    """The typical steps behind the simulation."""
+    """The typical steps; in a simulation, those of the most frequent kind."""
     num_other_steps: int = 0
     """Steps as typical in time, but with other passes or collectives."""
     host_behind_ratio: float = 0.0
@@ -349,11 +351,16 @@ def _measure_trust(run: RunSource) -> Trust:
     manifest, here = run.manifest, {record.rank for record in run.ranks}
     is_whole = manifest.source == "emulated"
     everyone = () if is_whole or not here else range(manifest.world_size)
+    member = inspected_rank(run)
+    is_typical = np.isin(member.steps, member.typical_steps) if member else np.zeros(0, np.bool_)
+    times = member.step_time_ns[is_typical].tolist() if member else []
     return Trust(
         run_id=manifest.run_id,
         run_delay=find_run_delay(run, _few_ranks(run)),
         paging=_find_paging(run, _few_ranks(run)),
         missing_ranks=tuple(rank for rank in everyone if rank not in here),
+        spread_ratio=half_range_ratio(times),
+        num_steps=len(times),
         host_behind_ratio=_measure_host_behind(run),
     )
 

@@ -1,5 +1,6 @@
 """`fsdp-inspect app`: serve the dashboard in a browser."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -13,7 +14,7 @@ DEFAULT_PORT = 8501
 _NUM_PORTS_TRIED = 50
 
 
-def app(
+def app(  # noqa: PLR0913 - one argument an option
     directory: Annotated[
         str | None,
         typer.Argument(
@@ -45,6 +46,24 @@ def app(
     is_token_wanted: Annotated[
         bool | None, typer.Option("--token/--no-token", help=TOKEN_HELP, show_default=False)
     ] = None,
+    alert: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL|COMMAND",
+            help="Send alerts on runs that are being recorded: as JSON to a webhook, or to the "
+            "standard input of a command.",
+            show_default=False,
+        ),
+    ] = None,
+    alert_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE",
+            help="An alert: stall, nan, memory=95% (of the device), slow=50% (longer steps). "
+            "Repeat it for several. Default: all four.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Serve the dashboard until Ctrl-C.
 
@@ -55,7 +74,37 @@ def app(
 
     Example: `fsdp-inspect app runs/`
     """
+    if alert is not None or alert_if:
+        _pass_alerts(directory, alert, alert_if or ())
     serve(directory, host=host, port=port, proxy_name=proxy_name, is_token_wanted=is_token_wanted)
+
+
+def _pass_alerts(directory: str | None, target: str | None, rules: Sequence[str]) -> None:
+    """Check the alerts, and pass them to the server that replaces this process."""
+    import os
+
+    import msgspec
+
+    from fsdp_inspect.analysis.live.alerts import AlertRule
+    from fsdp_inspect.errors import FsdpInspectError
+    from fsdp_inspect.server_access import ALERTS_VARIABLE, AlertTarget
+    from fsdp_inspect.store.files import is_url
+
+    if target is None:
+        raise FsdpInspectError(
+            "--alert-if is given without --alert. Expected where to send alerts: the URL of a "
+            "webhook, or a command. Add --alert URL."
+        )
+    if directory is not None and is_url(directory):
+        raise FsdpInspectError(
+            f"--alert needs a local folder of runs, got {directory!r}. Start the dashboard on the "
+            "machine that records."
+        )
+    try:
+        checked = tuple(str(AlertRule.parse(rule)) for rule in rules)
+    except ValueError as error:
+        raise FsdpInspectError(str(error)) from error
+    os.environ[ALERTS_VARIABLE] = msgspec.json.encode(AlertTarget(target, checked)).decode()
 
 
 def serve(

@@ -508,7 +508,7 @@ class Attachment:
         if budget is None or self._emulation is not None:
             return None
         num_first = max(self._options.warmup_steps, *self._memory_steps.steps, 0)
-        return OverheadControl(
+        control = OverheadControl(
             self.session,
             budget,
             rank=self._rank,
@@ -516,6 +516,8 @@ class Attachment:
             num_first=num_first + 1 + FIRST_DETAILED,
             folder=self.folder.path,
         )
+        control.profile = lambda first, last: self._profile.add(first, last)
+        return control
 
     def _exchange(self, store: StoreClient | None, prefix: str) -> None:
         if self._control is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple, TypeAlias
@@ -82,7 +83,9 @@ class CodePlaces:
     model. Without a line of the user's code, the place is the library's line.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: Sequence[str] = OWN_PACKAGES) -> None:
+        """Skip the lines of the packages `own`, as those of torch."""
+        self._own = own
         self._sorts: dict[str, int] = {}
         """The kind of each file: skipped (torch, standard library, FSDP Inspect), the calls of
         modules, a library, or the user's code."""
@@ -186,7 +189,7 @@ class CodePlaces:
     def _sort(self, frame: FrameType) -> int:
         package = package_of(frame)
         sort = _LIBRARY if package else _USER
-        if package is None or package == "torch" or package in OWN_PACKAGES:
+        if package is None or package == "torch" or package in self._own:
             is_call = frame.f_code.co_filename.endswith(_CALL_OF_MODULE)
             sort = _MODULE if is_call else _SKIPPED
         self._sorts[frame.f_code.co_filename] = sort

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from fsdp_inspect.recording.code_places import CodePlaces
+from fsdp_inspect.recording.code_places import OWN_PACKAGES, CodePlaces
 from fsdp_inspect.recording.out_of_memory import FollowedStep, LimitFailure, make_limit_error
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.storage_log import StorageLog
@@ -66,7 +66,8 @@ class MemorySteps:
         self._shared_buffers = shared_buffers
         self._device_type = device_type
         self._limit_bytes = limit_bytes
-        self._places = CodePlaces()
+        # The model of the trainer allocates as a user's model does.
+        self._places = CodePlaces(own=OWN_PACKAGES[:1])
         self._place_names: dict[int, str] = {}
         self.followed: FollowedStep | None = None
         """The last complete step, under a limit. Its log may hold megabytes."""

@@ -21,13 +21,14 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fsdp_inspect.statistics import compare_blocks
-from fsdp_inspect.store.schema import DETAIL_REQUEST_FILE
+from fsdp_inspect.store.schema import DETAIL_REQUEST_FILE, PROFILE_REQUEST_FILE
 from fsdp_inspect.trace.run import BLOCK_OF_DETAIL, RecorderUse
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ _COMPARED_STEPS = 1000
 """The newest steps that give the cost of detail."""
 _DECIDE_EVERY_S = 10.0
 _TRIGGERED_STEPS = BLOCK
+_PROFILED_STEPS = 3
+"""The steps that a request of the dashboard profiles."""
 _TRIGGER_EVERY = 200
 """The shortest distance of detailed blocks that an unusual step triggers."""
 _SLOW_FACTOR = 2.0
@@ -162,14 +165,18 @@ class OverheadControl:
             rank: This rank.
             world_size: The number of ranks.
             num_first: Detailed steps at the start.
-            folder: The run folder, in which the dashboard asks for detail.
+            folder: The run folder, in which the dashboard asks for detail and for profiles.
         """
         self.budget = budget
         self.schedule = DetailSchedule(num_first, budget)
         self._session = session
         self._rank = rank
         self._is_alone = world_size == 1
-        self._request = folder / DETAIL_REQUEST_FILE
+        self._request, self._profile_request = (
+            folder / name for name in (DETAIL_REQUEST_FILE, PROFILE_REQUEST_FILE)
+        )
+        self.profile: Callable[[int, int], None] = lambda first, last: None
+        """Profiles the steps from the first to the last; the watchdog calls it."""
         self._boundaries: deque[tuple[int, Any, Any, bool, bool]] = deque()
         """Step, start, end, whether it was detailed, and whether its time counts: not yet read."""
         self._steps: deque[tuple[int, int, bool]] = deque(maxlen=_COMPARED_STEPS)
@@ -275,6 +282,8 @@ class OverheadControl:
     def _apply(self, kind: str, first: int, value: int) -> None:
         if kind == "period":
             self.schedule.space(first, value)
+        elif kind == "profile":
+            self.profile(first, value)
         else:
             self.schedule.add_window(first, value)
 
@@ -285,7 +294,9 @@ class OverheadControl:
         if step_s is None:
             return []
         ahead = step + max(2 * BLOCK, math.ceil(_AHEAD_S / step_s))
-        if self._takes_request() or self._is_asked:
+        if _takes(self._profile_request):
+            news.append(("profile", ahead, ahead + _PROFILED_STEPS - 1))
+        if _takes(self._request) or self._is_asked:
             self._is_asked = False
             news.append(("window", ahead, ahead + _TRIGGERED_STEPS - 1))
         is_time = time.perf_counter_ns() - self._decided_ns >= _DECIDE_EVERY_S * 1e9
@@ -295,13 +306,6 @@ class OverheadControl:
             if period is not None and not 0.8 <= period / self.schedule.period <= 1.25:
                 news.append(("period", ahead, period))
         return news
-
-    def _takes_request(self) -> bool:
-        try:
-            self._request.unlink()
-        except OSError:
-            return False
-        return True
 
     def _step_s(self) -> float | None:
         recent = list(self._recent)
@@ -341,6 +345,15 @@ class OverheadControl:
             threads_ns=threads_ns + keeper_ns,
             wall_ns=time.perf_counter_ns() - self._begun_ns,
         )
+
+
+def _takes(request: Path) -> bool:
+    """Whether there is such a request, which is then removed."""
+    try:
+        request.unlink()
+    except OSError:
+        return False
+    return True
 
 
 def _ns_of(mark: Any) -> int | None:

@@ -50,6 +50,10 @@ class ProfileSteps:
         self._spent_ns = 0
         """Time that the profiler itself took to start, to stop and to write."""
 
+    def add(self, first: int, last: int) -> None:
+        """Profile these later steps, too; the watchdog calls it seconds before the first."""
+        self._steps |= frozenset(range(first, last + 1))
+
     def begin(self) -> None:
         """Profile the step that begins now, if it is one of the chosen steps."""
         session = self._session

@@ -50,12 +50,12 @@ def render_advice(advice: Advice, *, details: bool = False) -> RenderableType:
 
 
 def describe_recommendation(advice: Advice) -> str:
-    """The recommended fix or change in one line, with its gain and its memory, without intervals.
+    """The recommended fix or change in one line, with its gain and its memory.
 
     Returns:
         The answer of the advice if it recommends nothing.
     """
-    finding, suggestion = _recommended(advice)
+    finding, suggestion = recommended(advice)
     if finding is not None and finding.do:
         return f"{finding.do[0]} {finding.effect.sentence}"
     if suggestion is None or advice.plan is None:
@@ -63,10 +63,12 @@ def describe_recommendation(advice: Advice) -> str:
     if _exceeds_limit(advice.plan):
         fastest = advice.plan.fastest
         return f"{fastest.what}: peak {describe_plan_peak(fastest)} (predicted)."
-    saved, added = suggestion.saved_ns, suggestion.added_bytes
-    verb = "saves" if saved >= 0 else "costs"
+    added = suggestion.added_bytes
     peak = "peak unknown" if added is None else f"peak {_signed_bytes(added)}"
-    return f"{suggestion.what}: {verb} {format_ns(abs(saved))} a step, {peak} (predicted)."
+    number = len(advice.plan.suggestions)
+    first = f" First of {number} changes." if number > 1 else ""
+    saving = describe_saving(suggestion, advice.plan)
+    return f"{suggestion.what}: {saving}, {peak} (predicted).{first}"
 
 
 # --- one screen
@@ -82,7 +84,7 @@ class _OneScreen:
         advice = self._advice
         head: list[RenderableType] = [_Clipped(advice.answer, _TITLE_LINES, style="bold")]
         code: list[Sequence[str]] = []
-        finding, suggestion = _recommended(advice)
+        finding, suggestion = recommended(advice)
         if finding is not None:
             head += [*section(f"Recommended fix{_rule([finding.rule])}"), _fix(finding, advice)]
             code = [finding.snippet.splitlines()]
@@ -103,7 +105,7 @@ class _OneScreen:
             yield from (*line, Segment.line())
 
 
-def _recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
+def recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
     """A finding that limits the step, else the first change that surely helps, else a finding."""
     limit = next((each for each in advice.findings if each.limits), None)
     if limit is not None:
@@ -204,7 +206,7 @@ def _code_of_plan(plan: PlanAdvice, options: str) -> list[str]:
 
 def _rest(advice: Advice) -> Iterator[RenderableType]:
     """The whole plan in a sentence, and the options that show and write the rest."""
-    finding, _ = _recommended(advice)
+    finding, _ = recommended(advice)
     plan, options = advice.plan, ["--details shows the evidence and the other changes."]
     yield ""
     if plan is not None and plan.suggestions:

@@ -32,6 +32,7 @@ from fsdp_inspect.formatting import (
     ShortNames,
     format_bytes,
     format_category,
+    format_cause,
     format_count,
     format_ns,
     format_ratio,
@@ -42,7 +43,7 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, new_table, section, with_prefix
-from fsdp_inspect.report.wording import format_cause, format_kind, format_metric, note_judgement
+from fsdp_inspect.report.wording import format_kind, format_metric, note_judgement
 
 MOST_UNITS = 5
 """The most units in a table; those with the largest change of exposed time."""

@@ -912,6 +912,7 @@ def _describe_states(found: Diagnosis) -> Iterator[str]:
     ranks: dict[str, list[int]] = {}
     for state in sorted(found.states, key=lambda each: each.rank not in found.ranks):
         ranks.setdefault(_describe_state(state, found), []).append(state.rank)
+    ranks.pop("", None)  # an import may know nothing of a rank
     for text, each in [*ranks.items()][:MOST_STATES]:
         yield f"{capitalize(format_ranks(each))}: {text}."
     rest = [rank for each in [*ranks.values()][MOST_STATES:] for rank in each]

@@ -21,6 +21,7 @@ from fsdp_inspect.analysis.rank_waits import RankWaits
 from fsdp_inspect.formatting import (
     MISSING,
     ShortNames,
+    format_cause,
     format_ms,
     format_ns,
     format_owner,
@@ -39,7 +40,6 @@ from fsdp_inspect.report.layout import (
 )
 from fsdp_inspect.report.wording import (
     causes_table,
-    format_cause,
     format_kind,
     format_method,
     format_metric,
@@ -119,7 +119,7 @@ def _headline(found: RankWaits, exposed: Exposed) -> str:
 
 
 def _details(found: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
-    """The main cause and the longest wait, below the headline."""
+    """The main cause and the largest waits, below the headline."""
     if found.unit is not None or not exposed.exposed_ns:
         return
     step = format_metric("step_time_ns", exposed.step_time_ns)
@@ -129,7 +129,7 @@ def _details(found: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
         yield indented(f"Main cause: {_phrase(cause, found)} ({ratio} of the exposed time).")
     top = exposed.owners[0]
     longest = format_metric("exposed_ns", top.exposed_ns)
-    yield indented(f"Longest wait: {longest} for {_describe_owner(top)}.")
+    yield indented(f"Largest waits: {longest} per step for {_describe_owner(top)}.")
 
 
 def _phrase(cause: str, found: RankWaits) -> str:

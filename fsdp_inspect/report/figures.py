@@ -1,6 +1,8 @@
-"""Draw the main results of a run as Plotly figures, for notebooks.
+"""Draw charts with Plotly, for notebooks and for the button Explore of the dashboard.
 
-Nothing is computed here. `draw` is what `Result.plot()` calls.
+Nothing is computed here. A chart carries its definition (`Chart.definitions`), which pages and
+reports draw as SVG. This module draws the same definition with zoom, values and PNG. `draw` is what
+`Result.plot()` calls.
 """
 
 import html
@@ -8,32 +10,36 @@ from collections.abc import Sequence
 from functools import singledispatch
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
-from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
-from fsdp_inspect.analysis.exposed import ExposedOwner
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
-from fsdp_inspect.analysis.memory.peak import PeakMoment
 from fsdp_inspect.analysis.rank_waits import RankWaits
 from fsdp_inspect.analysis.step_times import StepTimes
-from fsdp_inspect.analysis.stragglers.ranks import RankRow, Ranks
+from fsdp_inspect.analysis.stragglers.ranks import Ranks
 from fsdp_inspect.analysis.summary import Summary
-from fsdp_inspect.analysis.units import UnitCost, UnitCosts
+from fsdp_inspect.analysis.units import UnitCosts
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.formatting import (
-    find_spans,
-    format_ns,
-    format_owner,
-    format_ratio,
-    format_unit,
-)
 from fsdp_inspect.report import palette
+from fsdp_inspect.report.charts.bars import Bar, Bars
+from fsdp_inspect.report.charts.chart import Chart, unit_of
+from fsdp_inspect.report.charts.heat import HeatMap
+from fsdp_inspect.report.charts.lines import Box, Line, Lines
+from fsdp_inspect.report.charts.results import (
+    draw_alive,
+    draw_breakdown,
+    draw_owners,
+    draw_ranks,
+    draw_step_times,
+    draw_units,
+)
 from fsdp_inspect.report.palette import Look
-from fsdp_inspect.statistics import Distribution
-from fsdp_inspect.trace.codes import StepPart
 
 _MOST_OWNERS = 20
 _MOST_RANKS = 64
+
+
+# --- Choose the chart of a result.
 
 
 @singledispatch
@@ -53,26 +59,27 @@ def draw(result: object) -> go.Figure:
 def _(result: Summary) -> go.Figure:
     if result.breakdown is None:
         raise _no_timed_step()
-    return plot_breakdown(result.breakdown)
+    return plot_chart(draw_breakdown(result.breakdown))
 
 
 @draw.register
 def _(result: BreakdownCauses) -> go.Figure:
     if result.shown is None:
         raise _no_timed_step()
-    return plot_breakdown(result.shown)
+    return plot_chart(draw_breakdown(result.shown))
 
 
 @draw.register
 def _(result: RankWaits) -> go.Figure:
     if result.exposed is None:
         raise _no_timed_step()
-    return plot_owners(result.exposed.owners, most=_MOST_OWNERS)
+    waits = [owner for owner in result.exposed.owners if owner.exposed_ns > 0]
+    return plot_chart(draw_owners(waits[:_MOST_OWNERS]))
 
 
 @draw.register
 def _(result: UnitCosts) -> go.Figure:
-    return plot_units(result.units)
+    return plot_chart(draw_units(result.units, measure="exposed"))
 
 
 @draw.register
@@ -83,17 +90,17 @@ def _(result: MemoryOverview) -> go.Figure:
             "There is no memory step to draw. Expected one step under the storage tracker. Record "
             "with memory_steps=[N], or look at memory.over_steps."
         )
-    return plot_alive(peak, most=_MOST_OWNERS)
+    return plot_chart(draw_alive(peak, most=_MOST_OWNERS))
 
 
 @draw.register
 def _(result: Ranks) -> go.Figure:
-    return plot_ranks(result.ranks[:_MOST_RANKS])
+    return plot_chart(draw_ranks(result.ranks[:_MOST_RANKS]))
 
 
 @draw.register
 def _(result: StepTimes) -> go.Figure:
-    return plot_step_times(result)
+    return plot_chart(draw_step_times(result))
 
 
 def _no_timed_step() -> MissingDataError:
@@ -103,240 +110,287 @@ def _no_timed_step() -> MissingDataError:
     )
 
 
-def plot_ranks(ranks: Sequence[RankRow]) -> go.Figure:
-    """Own work and exposed time of each rank, stacked to its typical step time."""
-    figure = go.Figure()
-    numbers = [row.rank for row in ranks]
-    for name, values, look in (
-        ("own work", [row.own_work_ns for row in ranks], palette.OTHER),
-        ("exposed", [row.exposed_ns for row in ranks], palette.EXPOSED),
-    ):
+# --- Draw the definition of a chart.
+#
+# The page's theme sets text, grid and background, so a figure is readable in light and in dark
+# mode. Exposed time is hatched.
+
+_SHOWN = palette.SERIES[1]
+"""The colour of what the SVG charts show in the colour of the text, which Plotly does not know."""
+_SHADE = "rgba(128, 140, 152, 0.16)"
+_ROW_HEIGHT = 26
+_HEIGHT, _SMALL_HEIGHT = 420, 190
+_LEAST_BARS, _ROOM_OF_BARS = 3, 110
+_STRIP = (-0.09, -0.03)
+"""The place of the strip of units below the plot, in heights of the plot."""
+_MARKERS = {"points": "circle", "squares": "square-open", "rings": "circle-open"}
+_DASHES = {"second": "dash", "dotted": "dot"}
+_FEW_POINTS = 60
+
+
+def plot_chart(chart: Chart | None) -> go.Figure:
+    """The Plotly figure of a chart; several small charts are below each other.
+
+    Raises:
+        MissingDataError: The chart has no value to draw.
+    """
+    if chart is None or not chart.definitions:
+        raise MissingDataError("There is no value to draw. Record more steps.")
+    titles = [_plain(title) for title, _ in chart.definitions]
+    number = len(titles)
+    figure = go.Figure() if number == 1 else make_subplots(number, 1, subplot_titles=titles)
+    place = {} if number == 1 else {"col": 1}
+    heights = [
+        _plot(definition, figure, {**place, "row": row} if place else {})
+        for row, (_, definition) in enumerate(chart.definitions, 1)
+    ]
+    figure.update_layout(
+        height=heights[0] if number == 1 else number * _SMALL_HEIGHT,
+        margin={"l": 4, "r": 8, "t": 30, "b": 4},
+        legend={"orientation": "h", "traceorder": "normal", "y": 1.02, "yanchor": "bottom"},
+        barmode="overlay",
+        bargap=0.22,
+        hoverlabel={"font": {"size": 12}},
+        hovermode="closest",
+    )
+    return figure
+
+
+@singledispatch
+def _plot(definition: object, figure: go.Figure, place: dict[str, int]) -> int:
+    """Add a definition to a figure; returns the height that it needs."""
+    raise TypeError(f"{type(definition).__name__} has no figure.")
+
+
+@_plot.register
+def _(bars: Bars, figure: go.Figure, place: dict[str, int]) -> int:
+    size, suffix = unit_of(bars.unit, max(abs(bars.low), abs(bars.high)))
+    labels = dict(bars.legend)
+    by_look: dict[Look, list[tuple[int, Bar]]] = {}
+    for at, row in enumerate(bars.rows):
+        for bar in row.bars:
+            by_look.setdefault(bar.look, []).append((at, bar))
+    thickness = 0.76 / bars.lanes
+    for look, drawn in by_look.items():
         figure.add_bar(
-            x=numbers,
-            y=[ms(value) for value in values],
-            name=name,
-            marker=fill(look),
-            hovertemplate=f"rank %{{x}}: %{{y:.3f}} ms {name}<extra></extra>",
-        )
-    figure.update_layout(barmode="stack")
-    figure.update_xaxes(title={"text": "rank", "standoff": 6}, tickformat="d", showgrid=False)
-    figure.update_yaxes(ticksuffix=" ms", rangemode="tozero")
-    return styled(figure, height=PAIRED_HEIGHT)
-
-
-_LABELLED_RATIO = 0.055
-
-_PARTS = {part.label: part for part in StepPart}
-
-
-def plot_breakdown(breakdown: StepBreakdown) -> go.Figure:
-    """One step as one bar whose parts add up to it."""
-    figure = go.Figure()
-    for part in breakdown.parts:
-        if part.duration_ns == 0:
-            continue
-        look = palette.PART_LOOKS[_PARTS[part.name]]
-        time = format_ns(part.duration_ns)
-        has_room = part.ratio > _LABELLED_RATIO
-        figure.add_bar(
-            x=[ms(part.duration_ns)],
-            y=["step"],
+            **place,
+            base=[bar.start / size for _, bar in drawn],
+            x=[(bar.end - bar.start) / size for _, bar in drawn],
+            y=[at - 0.38 + (bar.lane + 0.5) * thickness for at, bar in drawn],
+            width=thickness,
             orientation="h",
-            name=f"{look.label} {time}",
-            marker=fill(look),
-            text=[f"<b>{look.label}</b><br>{time}" if has_room and not look.hatched else ""],
+            name=_plain(labels.get(look, look.label)),
+            showlegend=look in labels,
+            marker=_fill(look),
+            text=["" if look.hatched else _plain(bar.text, newline="<br>") for _, bar in drawn],
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,
             textfont={"color": look.ink, "size": 12},
-            hovertemplate=f"{look.label}: {time}, {format_ratio(part.ratio)} of the step"
-            "<extra></extra>",
+            customdata=[_plain(bar.tip) for _, bar in drawn],
+            hovertemplate="%{customdata}<extra></extra>",
         )
-    figure.update_layout(barmode="stack")
-    figure.update_xaxes(range=[0, ms(breakdown.step_time_ns)], ticksuffix=" ms", showgrid=False)
-    figure.update_yaxes(visible=False)
-    return styled(figure, height=176)
-
-
-def plot_owners(owners: Sequence[ExposedOwner], *, most: int = 8) -> go.Figure:
-    """Who is waited for most, longest on top; one bar an owner."""
-    shown = [owner for owner in owners if owner.exposed_ns > 0][:most]
-    looks = [palette.look_of_wait(owner.kind, owner.fqn) for owner in shown]
-    figure = go.Figure()
-    for look in dict.fromkeys(looks):
-        rows = [row for row, its_look in enumerate(looks) if its_look is look]
-        figure.add_bar(
-            x=[ms(shown[row].exposed_ns) for row in rows],
-            y=rows,
-            customdata=[_owner_label(shown[row]) for row in rows],
-            width=0.76,
-            orientation="h",
-            name=look.label.removeprefix("exposed "),
-            marker=fill(look),
-            text=[format_ns(shown[row].exposed_ns) for row in rows],
-            textposition="outside",
-            textfont={"size": 12},
+    told = [(at, row) for at, row in enumerate(bars.rows) if row.text]
+    if told:
+        figure.add_scatter(
+            **place,
+            x=[max((bar.end for bar in row.bars), default=0) / size for _, row in told],
+            y=[at for at, _ in told],
+            text=[f" {_plain(row.text)}" for _, row in told],
+            mode="text",
+            textposition="middle right",
             cliponaxis=False,
-            hovertemplate="%{customdata}: %{x:.3f} ms exposed per step<extra></extra>",
+            hoverinfo="skip",
+            showlegend=False,
         )
-    figure.update_layout(barmode="overlay")
-    name_rows(figure, [_owner_label(owner) for owner in shown])
-    longest = max((owner.exposed_ns for owner in shown), default=0)
-    figure.update_xaxes(ticksuffix=" ms", range=[0, 1.2 * longest / NS_PER_MS], nticks=6)
-    return styled(figure, height=PAIRED_HEIGHT)
-
-
-def _owner_label(owner: ExposedOwner) -> str:
-    return f"{plain_label(format_owner(owner.fqn, owner.is_fsdp, owner.dimension))} · {owner.phase}"
-
-
-def plot_step_times(times: StepTimes) -> go.Figure:
-    """Step time and its exposed part over the steps, with what does not count shaded."""
-    points = times.over_steps
-    steps = [point.step for point in points]
-    figure = go.Figure()
-    figure.add_scatter(
-        x=steps,
-        y=[ms(point.step_time_ns) for point in points],
-        name="step time",
-        mode=line_mode(points),
-        line={"color": palette.NEUTRAL.colour, "width": 2},
-        marker={"size": 5},
-        hovertemplate="step %{x}: %{y:.3f} ms<extra></extra>",
+    room = 1.15 if told else 1.0
+    figure.update_xaxes(
+        **place,
+        ticksuffix=suffix,
+        range=[bars.low / size, room * bars.high / size],
+        exponentformat="none",
+        separatethousands=True,
     )
-    figure.add_scatter(
-        x=steps,
-        y=[ms(point.exposed_ns) for point in points],
-        name="of it exposed",
-        mode="lines",
-        line={"color": palette.NEUTRAL.colour, "width": 1},
-        fill="tozeroy",
-        fillcolor="rgba(0, 0, 0, 0)",
-        fillpattern={
-            "shape": "/",
-            "fgcolor": palette.NEUTRAL.colour,
-            "bgcolor": "rgba(0, 0, 0, 0)",
-            "size": 6,
+    _name_rows(figure, place, [row.name for row in bars.rows])
+    return _ROOM_OF_BARS + _ROW_HEIGHT * bars.lanes * max(len(bars.rows), _LEAST_BARS)
+
+
+@_plot.register
+def _(plot: Lines, figure: go.Figure, place: dict[str, int]) -> int:
+    values = [value for line in plot.lines for value in line.values if value is not None]
+    size, suffix = unit_of(plot.unit, max(map(abs, values), default=0))
+    axis = plot.axis
+    places = [each for line in plot.lines for each in line.places]
+    x_size, x_suffix = axis.unit_until(max(map(abs, places), default=0))
+    for line in plot.lines:
+        told = line.told or [
+            "" if value is None else plot.format_value(value) for value in line.values
+        ]
+        heads = axis.heads or [
+            f"{axis.word} {each / x_size:,.6g}{x_suffix}".strip() for each in line.places
+        ]
+        figure.add_scatter(
+            **place,
+            **_style(line),
+            x=[each / x_size for each in line.places],
+            y=[None if value is None else value / size for value in line.values],
+            name=_plain(line.label),
+            showlegend=bool(line.label) and not place,
+            customdata=[
+                _plain(f"{head}: {words} {line.label}")
+                for head, words in zip(heads, told, strict=False)
+            ],
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+    for box in plot.boxes:
+        _add_box(figure, place, box, x_size)
+    if plot.band is not None:
+        low, high = (each / size for each in plot.band)
+        figure.add_hrect(low, high, fillcolor=_SHADE, line_width=0, **place)
+    if plot.level is not None:
+        level, words = plot.level
+        figure.add_hline(
+            level / size,
+            line={"color": palette.NEUTRAL.colour, "width": 1, "dash": "dot"},
+            annotation={"text": _plain(words), "font": {"size": 11}},
+            annotation_position="top right",
+            **place,
+        )
+    if plot.mark is not None:
+        x, y, words = plot.mark
+        figure.add_annotation(
+            x=x / x_size, y=y / size, text=_plain(words, newline="<br>"), showarrow=True, **place
+        )
+    top = 1.08 * (plot.top if plot.top is not None else max(values, default=0)) / size
+    is_cut = plot.top is not None and plot.from_zero
+    figure.update_yaxes(
+        **place,
+        ticksuffix=suffix,
+        title=_plain(plot.title) or None,
+        exponentformat="none",
+        separatethousands=True,
+        **({"range": [0, top]} if is_cut else {"rangemode": "tozero"} if plot.from_zero else {}),
+    )
+    figure.update_xaxes(
+        **place,
+        ticksuffix=x_suffix,
+        title=_plain(axis.title or axis.word) or None,
+        tickformat=",d" if axis.is_whole else None,
+        showgrid=False,
+    )
+    return _HEIGHT
+
+
+def _style(line: Line) -> dict[str, object]:
+    """How Plotly draws the style of a line."""
+    colour = _SHOWN if line.colour == palette.SHOWN else line.colour
+    if line.style in _MARKERS:
+        return {"mode": "markers", "marker": {"color": colour, "symbol": _MARKERS[line.style]}}
+    if line.style == "stack":
+        look = {"mode": "lines", "line": {"width": 0}, "stackgroup": "stack"}
+        return {**look, "fillcolor": colour}
+    drawn: dict[str, object] = {
+        "mode": "lines+markers" if len(line.places) < _FEW_POINTS else "lines",
+        "marker": {"size": 5},
+        "line": {
+            "color": colour,
+            "width": 2 if line.style == "main" else 1,
+            "dash": _DASHES.get(line.style, "solid"),
         },
-        hovertemplate="step %{x}: %{y:.3f} ms exposed<extra></extra>",
-    )
-    shade_steps(figure, times.selection.warmup, "warm-up")
-    shade_steps(figure, times.selection.memory, _memory_label(times))
-    if times.step_time_ns is not None:
-        _draw_spread(figure, times.step_time_ns)
-    counted = [point.step_time_ns for point in points if point.is_timed]
-    top = max(counted or [point.step_time_ns for point in points], default=0)
-    # Warm-up steps may be cut off at the top: their height would flatten the timed steps.
-    figure.update_yaxes(ticksuffix=" ms", range=[0, 1.25 * top / NS_PER_MS])
-    return over_steps(figure)
+    }
+    if line.style == "area":
+        pattern = {"shape": "/", "fgcolor": colour, "bgcolor": "rgba(0, 0, 0, 0)", "size": 6}
+        area = {"fill": "tozeroy", "fillcolor": "rgba(0, 0, 0, 0)", "fillpattern": pattern}
+        drawn |= {"mode": "lines", **area}
+    return drawn
 
 
-def _memory_label(times: StepTimes) -> str:
-    """The label above memory steps; empty if the label above warm-up would overlap it."""
-    warmup, memory = times.selection.warmup, times.selection.memory
-    if not warmup or not memory:
-        return "memory"
-    return "memory" if memory[0] - warmup[0] > len(times.over_steps) / 4 else ""
-
-
-def _draw_spread(figure: go.Figure, spread: Distribution) -> None:
-    figure.add_hrect(y0=ms(spread.p10), y1=ms(spread.p90), fillcolor=SHADE, line_width=0)
-    figure.add_hline(
-        y=ms(spread.typical),
-        line={"color": palette.NEUTRAL.colour, "width": 1, "dash": "dot"},
-        annotation={"text": f"typical {format_ns(spread.typical)}", "font": {"size": 11}},
-        annotation_position="top right",
-    )
-
-
-def plot_units(units: Sequence[UnitCost]) -> go.Figure:
-    """The exposed communication of every unit as a bar, in order of execution from the top."""
-    figure = go.Figure()
-    names = [plain_label(format_unit(unit.fqn)) for unit in units]
-    for look, values_ns in (
-        (palette.EXPOSED_ALL_GATHER, [unit.all_gather.exposed_ns for unit in units]),
-        (palette.EXPOSED_REDUCE_SCATTER, [unit.reduce_scatter.exposed_ns for unit in units]),
-        (palette.EXPOSED_ALL_REDUCE, [unit.all_reduce.exposed_ns for unit in units]),
-    ):
-        if any(values_ns):
-            figure.add_bar(
-                x=[ms(value) for value in values_ns],
-                y=list(range(len(units))),
-                customdata=names,
-                orientation="h",
-                name=look.label,
-                marker=fill(look),
-                hovertemplate=f"%{{customdata}}: %{{x:,.3f}} ms {look.label}<extra></extra>",
-            )
-    figure.update_layout(barmode="stack")
-    name_rows(figure, names)
-    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    return styled(figure, height=110 + ROW_HEIGHT * max(len(units), 3))
-
-
-def plot_alive(peak: PeakMoment, *, most: int) -> go.Figure:
-    """What is alive at the peak: a bar for each owning unit, its parts by category."""
-    owners = peak.owners[:most]
-    size, suffix = memory_unit([owner.bytes for owner in owners])
-    names = [
-        plain_label("(no unit)" if owner.fqn is None else format_unit(owner.fqn))
-        for owner in owners
-    ]
-    by_owner = [{one.category: one.bytes for one in owner.categories} for owner in owners]
-    figure = go.Figure()
-    for category in peak.categories:
-        held = [amounts.get(category.category, 0) for amounts in by_owner]
-        if not any(held):
-            continue
-        look = palette.MEMORY_LOOKS[category.category]
-        figure.add_bar(
-            x=[one / size for one in held],
-            y=list(range(len(owners))),
-            customdata=names,
-            orientation="h",
-            name=look.label,
-            marker={"color": look.colour, "line": {"width": 0}},
-            hovertemplate=f"%{{customdata}}: %{{x:,.2f}} {suffix} {look.label}<extra></extra>",
+def _add_box(figure: go.Figure, place: dict[str, int], box: Box, size: float) -> None:
+    first, last = box.first / size, box.last / size
+    label = {"text": _plain(box.label), "font": {"size": 11}} if box.label else None
+    if box.colour:
+        low, high = _STRIP
+        figure.add_shape(
+            type="rect",
+            x0=first,
+            x1=last,
+            y0=low,
+            y1=high,
+            yref="y domain",
+            fillcolor=box.colour,
+            line_width=0,
+            **place,
         )
-    figure.update_layout(barmode="stack")
-    name_rows(figure, names)
-    figure.update_xaxes(ticksuffix=f" {suffix}", rangemode="tozero", nticks=6)
-    return styled(figure, height=max(PAIRED_HEIGHT, 130 + ROW_HEIGHT * len(owners)))
+    elif box.is_edge or box.is_chosen:
+        dash = "solid" if box.is_chosen else "dot"
+        colour = _SHOWN if box.is_chosen else palette.NEUTRAL.colour
+        figure.add_vline(first, line={"color": colour, "dash": dash}, annotation=label, **place)
+    else:
+        figure.add_vrect(
+            first,
+            last,
+            fillcolor=_SHADE,
+            line_width=0,
+            layer="below",
+            annotation=label,
+            annotation_position="top left",
+            **place,
+        )
 
 
-# --- Share colours, sizes and axes among all figures.
-#
-# The page's theme sets text, grid and background, so a figure is readable in light and in dark
-# mode. Fills are from `palette`. Lines without a kind of time are neutral grey, and exposed time is
-# hatched.
+@_plot.register
+def _(heat: HeatMap, figure: go.Figure, place: dict[str, int]) -> int:
+    size, suffix = unit_of(heat.unit, max(abs(heat.low), abs(heat.high)))
+    notes = heat.notes or [[""] * len(heat.columns) for _ in heat.rows]
+    steps = len(palette.CIVIDIS) - 1
+    figure.add_heatmap(
+        **place,
+        z=heat.values / size,
+        x=list(range(len(heat.columns))),
+        y=list(range(len(heat.rows))),
+        zmin=heat.low / size,
+        zmax=heat.high / size,
+        colorscale=[(at / steps, colour) for at, colour in enumerate(palette.CIVIDIS)],
+        colorbar={"ticksuffix": suffix, "thickness": 14},
+        customdata=[
+            [
+                _plain(f"{heat.row_word} {row}, {heat.column_word} {column} {note}")
+                for column, note in zip(heat.columns, line, strict=True)
+            ]
+            for row, line in zip(heat.rows, notes, strict=True)
+        ],
+        hovertemplate=f"%{{customdata}}: %{{z:.4g}}{suffix}<extra></extra>",
+    )
+    for column in heat.shaded:
+        figure.add_vrect(column - 0.5, column + 0.5, fillcolor=_SHADE, line_width=0, **place)
+    outline = {"line": {"color": _SHOWN, "width": 2}}
+    if heat.marked_row is not None:
+        figure.add_hrect(heat.marked_row - 0.5, heat.marked_row + 0.5, **outline, **place)
+    if heat.marked_column is not None:
+        figure.add_vrect(heat.marked_column - 0.5, heat.marked_column + 0.5, **outline, **place)
+    for update, names, word in (
+        (figure.update_xaxes, heat.columns, heat.column_word),
+        (figure.update_yaxes, heat.rows, heat.row_word),
+    ):
+        shown = range(0, len(names), max(1, len(names) // 16))
+        update(
+            **place,
+            title=_plain(word),
+            tickvals=list(shown),
+            ticktext=[_plain(names[at]) for at in shown],
+            showgrid=False,
+        )
+    figure.update_yaxes(**place, range=[len(heat.rows) - 0.5, -0.5])
+    return _HEIGHT
 
-SHADE = "rgba(128, 140, 152, 0.16)"
 
-ROW_HEIGHT = 26
-
-PAIRED_HEIGHT = 290
-
-_WHOLE_UNITS = (" ms", " MiB", " GiB")
-"""Suffixes of ticks without a prefix before the unit: 10,000 ms instead of 10k ms."""
-_FEW_STEPS = 8
-"""Charts with fewer steps have one tick for each step, so that no tick is between two steps."""
+def _plain(text: str, *, newline: str = " ") -> str:
+    """Escape a text for a figure, because Plotly reads a subset of HTML in labels."""
+    one_line = "".join(each if each.isprintable() or each == "\n" else " " for each in text)
+    return html.escape(one_line, quote=False).replace("\n", newline)
 
 
-NS_PER_MS = 1e6
-
-
-def ms(value_ns: float | None) -> float | None:
-    """Convert nanoseconds to milliseconds; a missing value stays missing."""
-    return None if value_ns is None else value_ns / NS_PER_MS
-
-
-def plain_label(text: str) -> str:
-    """Escape a name for a figure, because plotly reads a subset of HTML in labels."""
-    one_line = "".join(character if character.isprintable() else " " for character in text)
-    return html.escape(one_line, quote=False)
-
-
-def fill(look: Look) -> dict[str, object]:
+def _fill(look: Look) -> dict[str, object]:
     """The marker of a bar: its colour, and hatching for exposed waits."""
     pattern: dict[str, object] = {"shape": ""}
     if look.hatched:
@@ -350,87 +404,15 @@ def fill(look: Look) -> dict[str, object]:
     return {"color": look.colour, "pattern": pattern, "line": {"width": 0}}
 
 
-def name_rows(figure: go.Figure, names: Sequence[str]) -> None:
+def _name_rows(figure: go.Figure, place: dict[str, int], names: Sequence[str]) -> None:
     """Name the rows 0, 1, ... of horizontal bars, from the top."""
     figure.update_yaxes(
+        **place,
         tickmode="array",
         tickvals=list(range(len(names))),
-        ticktext=names,
+        ticktext=[_plain(name) for name in names],
         range=[len(names) - 0.5, -0.5],
         automargin=True,
         showgrid=False,
+        visible=any(names),
     )
-
-
-def memory_unit(values: Sequence[int]) -> tuple[int, str]:
-    """The size and name of the unit for the largest value: GiB or MiB."""
-    return (1 << 30, "GiB") if max(values, default=0) >= 1 << 30 else (1 << 20, "MiB")
-
-
-def line_mode(points: Sequence[object]) -> str:
-    """The plotly mode of a line; a line of few points has markers."""
-    if len(points) < 3:
-        return "markers"
-    return "lines+markers" if len(points) < 60 else "lines"
-
-
-def shade_steps(figure: go.Figure, steps: Sequence[int], words: str) -> None:
-    """Shade the steps that are not timed, with a label at the first one."""
-    if not steps:
-        return
-    for position, (first, last) in enumerate(find_spans(steps)):
-        figure.add_vrect(
-            x0=first - 0.5,
-            x1=last + 0.5,
-            fillcolor=SHADE,
-            line_width=0,
-            layer="below",
-        )
-        if position == 0:
-            figure.add_annotation(
-                x=first - 0.5,
-                y=1,
-                yref="paper",
-                xanchor="left",
-                yanchor="bottom",
-                text=words,
-                showarrow=False,
-                font={"size": 11},
-            )
-
-
-def over_steps(figure: go.Figure) -> go.Figure:
-    """Finish a chart whose x axis is the step."""
-    steps = [step for trace in figure.data for step in trace.x]
-    figure.update_xaxes(
-        title={"text": "step", "standoff": 6},
-        tickformat="d",
-        dtick=1 if steps and max(steps) - min(steps) < _FEW_STEPS else None,
-        showgrid=False,
-    )
-    return styled(figure, height=PAIRED_HEIGHT)
-
-
-def styled(figure: go.Figure, *, height: int) -> go.Figure:
-    """Finish a chart: height, margins, and a legend below if it has several series."""
-    for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
-        if axis.ticksuffix in _WHOLE_UNITS:
-            axis.update(exponentformat="none", separatethousands=True)
-    figure.update_layout(
-        height=height,
-        margin={"l": 4, "r": 8, "t": 22 if figure.layout.annotations else 4, "b": 4},
-        legend={
-            "orientation": "h",
-            "traceorder": "normal",
-            "font": {"size": 12},
-            "x": 0,
-            "xanchor": "left",
-            "y": 0,
-            "yref": "container",
-            "yanchor": "bottom",
-        },
-        showlegend=len(figure.data) > 1,
-        bargap=0.22,
-        hoverlabel={"font": {"size": 12}},
-    )
-    return figure

@@ -40,6 +40,8 @@ ALL_REDUCE = Look("all-reduce", "#C67E00", _BLACK)
 OTHER_COLLECTIVE = Look("other collective", "#995591", _WHITE)
 COPIES = Look("FSDP copies", "#7C675A", _WHITE)
 OTHER = Look("other", "#7B8D8F", _BLACK)
+KEPT = Look("kept as recorded", OTHER.colour, OTHER.ink)
+"""The part of a simulated step that no plan changes."""
 BETWEEN_STEPS = Look("between steps", "#987D6E", _BLACK)
 EXPOSED_ALL_GATHER = Look("exposed all-gather", ALL_GATHER.colour, ALL_GATHER.ink, hatched=True)
 EXPOSED_REDUCE_SCATTER = Look(

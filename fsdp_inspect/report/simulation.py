@@ -11,10 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, new_table, render_table
-from fsdp_inspect.report.wording import format_cause, format_error
+from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.simulation.buckets import BucketSimulation
 from fsdp_inspect.simulation.simulate import UNITS_OF_PLAN, KindOfStep, Simulation
 

@@ -124,7 +124,7 @@ def render_first_lines(
     ]
     if summary.breakdown is not None:
         lines += section(_breakdown_title(summary.breakdown), parts_table(summary.breakdown))
-    lines += ["", *_longest_waits(summary)]
+    lines += ["", *_largest_waits(summary)]
     if summary.memory.peak is not None:
         lines.append(Text(_peak_title(summary.memory)))
     first, *others = sections
@@ -133,7 +133,7 @@ def render_first_lines(
     return Group(*lines)
 
 
-def _longest_waits(summary: Summary) -> Iterable[Text]:
+def _largest_waits(summary: Summary) -> Iterable[Text]:
     """One line: the most exposed collectives."""
     owners = [] if summary.exposed is None else summary.exposed.owners
     exposed = [owner for owner in owners if owner.exposed_ns > 0][:MOST_NAMED]
@@ -143,7 +143,7 @@ def _longest_waits(summary: Summary) -> Iterable[Text]:
             f"{format_ns(owner.exposed_ns)}"
             for owner in exposed
         )
-        yield Text(f"Longest exposed waits per step: {waits}.")
+        yield Text(f"Largest waits per step: {waits}.")
 
 
 def render_verdict(verdict: Verdict, *, run: str = "RUN") -> RenderableType:
@@ -271,7 +271,7 @@ def _sections(summary: Summary) -> Iterable[RenderableType]:
     if summary.exposed is not None:
         exposed = [owner for owner in summary.exposed.owners if owner.exposed_ns > 0]
         if exposed:
-            title = f"Longest exposed waits of rank {summary.exposed.rank}"
+            title = f"Largest waits of rank {summary.exposed.rank}, per step"
             table = render_table(RankWaits.TABLE, exposed[:MOST_EXPOSED], *_OWNER_COLUMNS)
             yield from section(title, table)
     yield from _long_stops(summary)
@@ -303,7 +303,9 @@ def _plan_check(check: PlanCheck) -> RenderableType:
 
 
 def _breakdown_title(breakdown: StepBreakdown) -> str:
-    return f"Typical step of rank {breakdown.rank} (mean over {len(breakdown.steps)} steps)"
+    return (
+        f"Typical step of rank {breakdown.rank} (mean over {plural(len(breakdown.steps), 'step')})"
+    )
 
 
 def _numbers_title(summary: Summary) -> str:

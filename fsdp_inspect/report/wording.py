@@ -12,9 +12,18 @@ from fsdp_inspect.analysis.exposed import CAUSES, list_causes
 from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.run_heading import RunHeading
+from fsdp_inspect.analysis.summary import Summary
+from fsdp_inspect.analysis.trust import Trust
 from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, NoiseVerdict
-from fsdp_inspect.formatting import MISSING, format_count, format_ns, format_signed, plural
+from fsdp_inspect.formatting import (
+    MISSING,
+    format_count,
+    format_ns,
+    format_ratio,
+    format_signed,
+    plural,
+)
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import render_table
 
@@ -55,6 +64,24 @@ def describe_provenance(provenance: Provenance | None, *groups: str) -> str:
         return f"{source}, {next(iter(by_method))}."
     methods = [f"{words}: {', '.join(named)}" for words, named in by_method.items()]
     return f"{'; '.join([source, *methods])}."
+
+
+def describe_trust(trust: Trust, summary: Summary, self_check: str) -> str:
+    """The evidence behind every number of a run, in one line.
+
+    Args:
+        trust: The evidence.
+        summary: The summary of the run.
+        self_check: The error of the simulated recorded plan, or why there is none.
+    """
+    cores = "unknown whether threads had a core"
+    if trust.run_delay is not None:
+        cores = f"threads without a core {format_ratio(trust.run_delay_ratio)} of the time"
+    steps = f"{trust.num_steps} typical of {plural(summary.num_timed_steps, 'timed step')}"
+    if trust.num_steps > 1:
+        steps += f", spread ±{format_ratio(trust.spread_ratio)}"
+    ranks = f"{summary.num_ranks} of {plural(summary.world_size, 'rank')}"
+    return " · ".join([steps, cores, f"self-check {self_check}", ranks])
 
 
 def describe_memory_method(memory: Memory) -> str:
@@ -158,14 +185,6 @@ _PHRASES = {
     "late_issue": "issued too late",
     "bandwidth": "limited by bandwidth",
 }
-
-
-def format_cause(cause: str) -> str:
-    """Format a cause for a table: `late issue`.
-
-    The cause `straggler` is a wait for whichever rank is last, so it is no statement on one rank.
-    """
-    return "waiting for the last rank" if cause == "straggler" else cause.replace("_", " ")
 
 
 def phrase_cause(cause: str) -> str:

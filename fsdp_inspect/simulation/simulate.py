@@ -57,6 +57,9 @@ from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable, SummaryTable, rows_of
 
+_KEPT = "kept"
+"""The name of the part of a simulated step that no plan changes."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnitOfPlan:
@@ -105,7 +108,8 @@ class SimulatedPlan:
     peak_categories: dict[str, int]
     """Bytes at the peak by `memory.Held`, above 0; they add up to `peak_bytes`."""
     parts_ns: dict[str, int]
-    """The step's breakdown by `StepPart`; it adds up to the step."""
+    """The step's breakdown by `StepPart`; it adds up to the step. What the simulation does not
+    divide is `kept`, which is more than the part `other` of a recorded step."""
     units: tuple[UnitOfPlan, ...]
     """The units in the order of the workload."""
     events: EventTable | None
@@ -368,7 +372,9 @@ def _simulate_plan(
             for held, amount in zip(Held, step.peak_amounts, strict=False)
             if amount
         },
-        parts_ns={part.label: parts[part] for part in PARTS_OF_STEP},
+        parts_ns={
+            _KEPT if part is StepPart.OTHER else part.label: parts[part] for part in PARTS_OF_STEP
+        },
         units=tuple(
             _describe(unit, workload.units[unit.index].gather_ns, rows, waits) for unit in numbered
         ),

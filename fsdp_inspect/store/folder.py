@@ -17,6 +17,7 @@ from fsdp_inspect.store.remote_runs import find_remote_runs
 from fsdp_inspect.store.schema import (
     DETAIL_REQUEST_FILE,
     MANIFEST_FILE,
+    PROFILE_REQUEST_FILE,
     RANK_FILE,
     RECORDED_TABLES,
     attempt_name,
@@ -427,8 +428,8 @@ def _process_start_unix_s(pid: int) -> float | None:
     return boot + int(fields[_START_TIME_FIELD]) / os.sysconf("SC_CLK_TCK")
 
 
-def can_ask_for_detail(path: Path | str) -> bool:
-    """Whether `ask_for_detail` can write into a run folder."""
+def can_ask_recorder(path: Path | str) -> bool:
+    """Whether `ask_for_detail` and `ask_for_profile` can write into a run folder."""
     return isinstance(path, Path) and os.access(path, os.W_OK)
 
 
@@ -436,9 +437,19 @@ def ask_for_detail(path: Path | str) -> None:
     """Ask the recorder that writes a run for a block of detailed steps.
 
     Args:
-        path: A run folder for which `can_ask_for_detail`.
+        path: A run folder for which `can_ask_recorder`.
 
     Raises:
         OSError: The file cannot be written.
     """
     (Path(path) / DETAIL_REQUEST_FILE).touch()
+
+
+def ask_for_profile(path: Path | str) -> None:
+    """Ask the recorder that writes a run to profile a few steps; as `ask_for_detail`."""
+    (Path(path) / PROFILE_REQUEST_FILE).touch()
+
+
+def is_profile_requested(path: Path | str) -> bool:
+    """Whether the recorder has not yet taken a request for a profile."""
+    return isinstance(path, Path) and (path / PROFILE_REQUEST_FILE).exists()

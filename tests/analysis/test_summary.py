@@ -8,7 +8,7 @@ from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.errors import CorruptFileError
-from fsdp_inspect.formatting import format_ns, format_ratio
+from fsdp_inspect.formatting import format_cause, format_ns, format_ratio
 from fsdp_inspect.results import to_plain
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Method, Phase, Stream
@@ -61,7 +61,7 @@ def test_the_verdict_rests_on_the_typical_step():
     verdict = measure_summary(steady_run()).verdict
     assert verdict.limit is Limit.COMMUNICATION
     assert verdict.numbers["exposed_ns"] == 250
-    assert "longest wait is for the all-gather of layers.1 in forward: 50 ns." in verdict.why
+    assert "largest waits are for the all-gather of layers.1 in forward: 50 ns." in verdict.why
     assert verdict.why.startswith(
         "250 ns of the typical step of 1.00 µs are exposed: all-gather 130 ns, reduce-scatter "
         "100 ns, other 20 ns."
@@ -74,7 +74,7 @@ def test_a_run_that_never_waits_beyond_the_floor_names_no_owner():
     rank.step(0, 0, 100)
     rank.all_gather("layers.0", 0, 30, need=0)
     rank.forward("layers.0", 30, 100)
-    assert "longest wait" not in measure_summary(builder.build()).verdict.why
+    assert "largest waits" not in measure_summary(builder.build()).verdict.why
 
 
 def test_on_a_blocking_backend_the_verdict_says_so():
@@ -185,7 +185,7 @@ def test_the_causes_of_the_verdict_are_those_of_its_step():
     run = open_run(SAMPLES / "async-prefetch-2-ranks")
     of_step = measure_breakdown_causes(run)
     causes = ", ".join(
-        f"{cause.replace('_', ' ')} {format_ns(duration)}"
+        f"{format_cause(cause)} {format_ns(duration)}"
         for cause, duration in of_step.causes_ns.items()
     )
     verdict = measure_summary(run).verdict

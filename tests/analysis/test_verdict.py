@@ -361,7 +361,7 @@ def test_the_sentence_holds_the_number_and_the_why_the_owner():
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=waiting()))
     assert verdict.sentence == "Communication is exposed for 15% of the step."
     assert verdict.why == (
-        "15.0 ms of the typical step of 100 ms are exposed. The longest wait is for the "
+        "15.0 ms of the typical step of 100 ms are exposed. The largest waits are for the "
         "all-gather of layers.7 in forward: 8.00 ms."
     )
 
@@ -378,9 +378,9 @@ def test_the_why_tells_the_kinds_of_communication_apart():
 def test_the_longest_wait_is_the_one_beyond_the_floor():
     verdict = give_verdict(facts(exposed_ns=15 * MS, floor_ns=5 * MS, top=waiting()))
     assert verdict.why == (
-        "15.0 ms of the typical step of 100 ms are exposed. Beyond the floor, the longest wait "
-        "is for the all-gather of layers.7 in forward: 8.00 ms. 5.00 ms of the exposed time is the "
-        "floor, which no setting hides."
+        "15.0 ms of the typical step of 100 ms are exposed. Beyond the floor, the largest waits "
+        "are for the all-gather of layers.7 in forward: 8.00 ms. 5.00 ms of the exposed time is "
+        "the floor, which no setting hides."
     )
 
 
@@ -409,7 +409,7 @@ def test_where_it_is_not_known_what_fsdp_issued_nothing_is_said_of_it():
     verdict = give_verdict(facts(exposed_ns=15 * MS, **known))
     assert verdict.why == (
         "15.0 ms of the typical step of 100 ms are exposed: other collectives 8.00 ms. The "
-        "longest wait is for the all-reduce: 8.00 ms."
+        "largest waits are for the all-reduce: 8.00 ms."
     )
 
 
@@ -417,7 +417,7 @@ def test_a_wait_outside_fsdp_is_not_blamed_on_a_unit():
     top = Waiting(fqn=None, kind="all_reduce", phase="outside", exposed_ns=8 * MS)
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=top))
     assert verdict.why == (
-        "15.0 ms of the typical step of 100 ms are exposed. The longest wait is for the "
+        "15.0 ms of the typical step of 100 ms are exposed. The largest waits are for the "
         "all-reduce that FSDP did not issue: 8.00 ms."
     )
 
@@ -481,13 +481,13 @@ def test_a_headline_has_at_most_twelve_words(changes):
     [
         pytest.param(
             {"exposed_ns": 50 * MS, "top": replace(waiting(), cause="late_issue"), "rank": 2},
-            "The longest wait is for the all-gather of layers.7 in forward: 8.00 ms on rank 2, "
+            "The largest waits are for the all-gather of layers.7 in forward: 8.00 ms on rank 2, "
             "mostly late issue.",
             id="unit, cause and rank of a wait",
         ),
         pytest.param(
             {"exposed_ns": 50 * MS, "top": waiting(), "rank": 2},
-            "The longest wait is for the all-gather of layers.7 in forward: 8.00 ms on rank 2.",
+            "The largest waits are for the all-gather of layers.7 in forward: 8.00 ms on rank 2.",
             id="a wait of several causes has no main cause",
         ),
         pytest.param(
@@ -503,7 +503,7 @@ def test_a_headline_has_at_most_twelve_words(changes):
                 "top": waiting(),
                 "rank": 2,
             },
-            "Collectives block the host on gloo. The longest wait is for the all-gather of "
+            "Collectives block the host on gloo. The largest waits are for the all-gather of "
             "layers.7 in forward: 8.00 ms.",
             id="a backend that blocks the host",
         ),

@@ -14,7 +14,8 @@ from fsdp_inspect.store.folder import create_run, list_runs
 from fsdp_inspect.trace.run import RunStatus
 from tests.app.conftest import start_app
 from tests.app.synthetic import make_run, write_run
-from tests.app.test_pages import read
+from tests.app.test_pages import codes_of, read
+from tests.app.test_printed_commands import call
 from tests.store.run_files import make_manifest, write_rank
 
 PATIENT_S = 300.0
@@ -191,3 +192,32 @@ def test_the_page_of_runs_says_that_it_reads_and_goes_on(tmp_path, monkeypatch, 
     assert "takes 380 ms per step" in read(found)
     assert not found.get("progress")
     assert found.info[0].value.startswith("No run matches.")
+
+
+def test_the_page_sql_runs_a_query_and_refuses_a_change(open_app, folder):
+    app = open_app(folder, "sql")
+    assert not app.exception
+    assert len(app.dataframe) == 1  # the columns
+    app.text_area(key="sql").set_value("SELECT run, exposed_ns FROM runs ORDER BY run")
+    app.button[0].click().run()
+    assert not app.exception
+    assert app.dataframe[0].value["run"].tolist() == [f"run-{number}" for number in range(4)]
+    app.text_area(key="sql").set_value("DROP TABLE runs")
+    app.button[0].click().run()
+    assert not app.exception
+    assert "SELECT" in app.error[0].value
+
+
+def test_the_commands_of_the_page_sql_run_as_printed(open_app, folder, tmp_path):
+    copies = shutil.copytree(folder, tmp_path / "runs")
+    commands = codes_of(open_app(copies, "sql"), "bash")
+    assert len(commands) == 2
+    outcomes = [call(command, tmp_path) for command in commands]
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert "run-3" in outcomes[1][1]
+
+
+def test_a_link_with_a_query_runs_nothing(open_app, folder):
+    app = open_app(folder, "sql", sql="SELECT 1 AS one")
+    assert app.text_area(key="sql").value == "SELECT 1 AS one"
+    assert len(app.dataframe) == 1

@@ -3,7 +3,11 @@
 import dataclasses
 
 import pytest
-from fsdp_inspect_app.app_pages.memory.charts import draw_step_memory, frame_step_memory
+from fsdp_inspect_app.app_pages.memory.charts import (
+    draw_instant,
+    draw_step_memory,
+    frame_step_memory,
+)
 from fsdp_inspect_app.tables import frame_of
 
 from fsdp_inspect.analysis.memory.overview import MemoryOverview, measure_memory_overview
@@ -12,7 +16,7 @@ from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.report import memory_wording, palette
 from fsdp_inspect.report.charts.results import draw_alive
-from fsdp_inspect.result_types import PlaceSpan
+from fsdp_inspect.result_types import LiveInstant, LiveRow, PlaceSpan
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint
 from tests.app.conftest import HOSTILE_UNIT
@@ -162,3 +166,21 @@ def test_names_of_units_are_text_in_every_chart():
 
 def test_every_category_has_a_look():
     assert {one.label for one in MemoryCategory} <= set(palette.MEMORY_LOOKS)
+
+
+def test_the_live_memory_is_a_flame_of_units_lines_and_categories():
+    rows = (
+        LiveRow("layers.0", "activation", "model.py:7", 6 << 20),
+        LiveRow("layers.0", "temporary", "model.py:7", 1 << 20),
+        LiveRow("layers.0", "activation", "model.py:9", 2 << 20),
+        LiveRow("layers.1", "sharded_parameter", "", 4 << 20),
+    )
+    chart = draw_instant(LiveInstant(0, 3, 0, "", 13 << 20, rows, ()))
+    ((_, bars),) = chart.definitions
+    unit, line, category = bars.rows
+    assert [bar.text for bar in unit.bars] == ["layers.0", "layers.1"]
+    assert [bar.text for bar in line.bars] == ["model.py:7", "model.py:9", "before the step"]
+    assert [bar.end - bar.start for bar in line.bars] == [7 << 20, 2 << 20, 4 << 20]
+    edges = [{edge for bar in row.bars for edge in (bar.start, bar.end)} for row in bars.rows]
+    assert edges[0] <= edges[1] <= edges[2]
+    assert category.bars[1].tip == "layers.0, model.py:7, temporary: 1.00 MiB"

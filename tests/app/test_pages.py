@@ -13,8 +13,8 @@ import pytest
 from fsdp_inspect import Run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.summary import measure_summary
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
-from fsdp_inspect.report.wording import format_cause
+from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, format_ratio
+from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.store.reader import open_run
 from tests.app.conftest import HOSTILE_UNIT
 from tests.app.synthetic import make_run, write_run
@@ -65,17 +65,17 @@ def errors_of(app):
 
 
 @pytest.mark.parametrize(
-    ("page", "buttons"),
-    [("overview", ("breakdown", "owners", "step-times")), ("units", ("units",)),
-     ("memory", ("memory-alive",)), ("ranks", ("rank-breakdown",))],
+    ("page", "chosen"),
+    [("overview", {}), ("units", {}), ("units", {"unit": "layers.1"}), ("memory", {}),
+     ("ranks", {}), ("ranks", {"rank": "0"}), ("what_if", {}), ("advice", {}), ("trends", {})],
 )  # fmt: skip
-def test_explore_opens_the_figure_of_the_result(open_app, page, buttons):
-    chosen = {"rank": "0"} if page == "ranks" else {}
-    for button in buttons:
-        app = open_app(SAMPLES, page, run="tiny-2-ranks", **chosen)
-        app.button(f"explore-{button}").click().run()
-        assert not app.exception
-        assert len(app.get("plotly_chart")) == 1, button
+def test_every_chart_has_explore_which_opens_its_figure(open_app, page, chosen):
+    app = open_app(SAMPLES, page, run="hsdp-4-ranks", **chosen)
+    buttons = [one.key for one in app.button if str(one.key).startswith("explore-")]
+    assert len(buttons) == len(charts_of(app)) > 0
+    app.button(buttons[0]).click().run()
+    assert not app.exception
+    assert len(app.get("plotly_chart")) == 1
 
 
 @pytest.mark.parametrize("page", RUN_PAGES)
@@ -163,7 +163,11 @@ def test_overview_recommends_what_advice_does(open_app, tmp_path):
     advice = Run(open_run(sample)).advise()
     assert advice.plan is not None
     first = advice.plan.suggestions[0]
-    assert f"{first.what}: saves {format_ns(first.saved_ns)} a step" in read(app)
+    interval = f"{format_ns(first.saved_low_ns)} to {format_ns(first.saved_high_ns)}"
+    text = read(app)
+    assert f"{first.what}: saves {format_ns(first.saved_ns)} a step" in text
+    assert f"interval {interval})" in text
+    assert f"self-check {format_error(advice.plan.replay_error)} · 2 of 2 ranks" in text
     assert "Searching for the best change" not in read(app)
     app.switch_page("app_pages/advice/advice.py").run()
     assert f"1. {first.what}" in read(app)
@@ -188,6 +192,21 @@ def test_overview_says_the_verdict_first_and_then_the_digests_numbers(shown, run
         format_ratio(digest.overlap_ratio),
         format_bytes(digest.peak_allocated_bytes),
         "66.0 GiB",  # of 80 GiB, 14 GiB and 1 MiB reserved on rank 1
+    ]
+
+
+def test_overview_shows_three_units_and_folds_the_rest(open_app):
+    app = open_app(SAMPLES, "overview", run="hsdp-4-ranks")
+    owners = Run(open_run(SAMPLES / "hsdp-4-ranks")).summary().exposed.owners
+    assert sum(owner.exposed_ns > 0 for owner in owners) > 3
+    links = [link.proto.label for link in app.get("page_link")]
+    assert sum("mostly" in label for label in links) <= 3
+    assert [panel.label.replace("\\", "") for panel in app.expander] == [
+        "All numbers",
+        "Waits of all units",
+        "Step time, loss and memory over steps",
+        "Findings and further steps",
+        "About this run",
     ]
 
 

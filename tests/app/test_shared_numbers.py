@@ -151,4 +151,4 @@ def test_a_simulated_number_is_named_so(pages: Pages) -> None:
     assert simulated.startswith("simulated ")
     what_if = pages.metrics("what_if")
     assert what_if["Predicted step"][0] == simulated.removeprefix("simulated ")
-    assert what_if["Predicted exposed"][1].startswith("recorded plan, simulated: ")
+    assert what_if["Predicted FSDP exposed"][1].startswith("recorded plan, simulated: ")

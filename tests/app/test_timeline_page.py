@@ -11,6 +11,7 @@ from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import EVENTS
 from tests.app.conftest import start_app
 from tests.app.synthetic import make_run, write_run
+from tests.app.test_packing import unpack
 from tests.app.test_pages import SAMPLES, read
 
 RUN = "tiny-2-ranks"
@@ -74,3 +75,31 @@ def test_the_buttons_by_step_time_choose_the_step(open_app):
     assert not app.exception
     assert app.query_params["step"] == str(slowest)
     assert next(box for box in app.selectbox if box.label == "Step").value == slowest
+
+
+def drawing_of(app):
+    """What the canvas was given."""
+    (proto,) = (each.proto for each in app.get("bidi_component")
+                if each.proto.component_name == "fsdp_inspect_timeline")  # fmt: skip
+    return unpack(proto.bytes)[0]
+
+
+def test_many_ranks_have_one_lane_each(open_app, tmp_path):
+    write_run(tmp_path / "run", make_run(num_steps=4, num_ranks=20))
+    app = open_app(tmp_path, "timeline", run="run", lanes="one")
+    assert not app.exception
+    drawn = drawing_of(app)
+    assert [block["rank"] for block in drawn["blocks"]] == list(range(20))
+    assert {lane["kind"] for lane in drawn["lanes"]} == {"clock"}
+    (range_of,) = app.select_slider
+    range_of.set_value((3, 12)).run()
+    drawn = drawing_of(app)
+    assert [block["rank"] for block in drawn["blocks"]] == list(range(3, 13))
+    assert app.query_params["rank"] == ["3", "12"]
+
+
+def test_the_hint_of_the_keys_can_be_hidden(open_app):
+    app = open_app(SAMPLES, "timeline", run=RUN)
+    assert "Click a span to see its details" in read(app)
+    app.button(key="hide the hint").click().run()
+    assert "Click a span to see its details" not in read(app)

@@ -114,6 +114,8 @@ def test_turning_a_knob_moves_the_number_and_the_address(open_app):
     app = open_app(SAMPLES, "what_if", run=RUN)
     before = app.metric[0].value
     assert "bandwidth" not in app.query_params
+    app.session_state["knobs of Network"] = True
+    app.run()
     app.select_slider(key="bandwidth").set_value("10MB/s").run()
     assert not app.exception
     assert app.metric[0].value != before

@@ -98,7 +98,7 @@ def test_numbers_obtained_in_several_ways_are_listed_by_way():
 def test_the_unit_that_is_waited_for_most_is_named_with_its_time():
     digest = measure_summary(make_run())
     top = max(digest.units, key=lambda unit: unit.exposed_ns)
-    sentence = wording.describe_longest_wait(digest)
+    sentence = wording.describe_largest_waits(digest)
     assert f"{top.exposed_ns / 1e6:.1f} ms" in unescaped(sentence)
     assert "`(root)`" in sentence
 
@@ -106,10 +106,11 @@ def test_the_unit_that_is_waited_for_most_is_named_with_its_time():
 def test_the_headline_of_the_longest_wait_names_its_unit_and_main_cause():
     run = make_run()
     digest, owners = measure_summary(run), measure_rank_waits(run).exposed.owners
-    sentence = unescaped(wording.describe_longest_wait(digest, owners))
+    sentence = unescaped(wording.describe_largest_waits(digest, owners))
     top = max(digest.units, key=lambda unit: unit.exposed_ns)
     wait = next(owner for owner in owners if owner.fqn == top.fqn)
     cause = next(iter(wait.causes_ns)).replace("_", " ")
     assert sentence == (
-        f"Longest exposed wait: `(root)`, {top.exposed_ns / 1e6:.1f} ms per step, mostly {cause}."
+        f"Largest waits of a unit: `(root)`, {top.exposed_ns / 1e6:.1f} ms per step, "
+        f"mostly {cause}."
     )

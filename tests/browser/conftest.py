@@ -222,6 +222,14 @@ class Dashboard:
         """Wait until no script runs, everything is drawn and nothing changes."""
         settle(self.page)
 
+    def unfold(self) -> None:
+        """Open every folded part of the page."""
+        for fold in self.page.locator("[class*=st-key-fold-]").all():
+            panel = fold.locator("details").first
+            if panel.get_attribute("open") is None:
+                panel.locator("summary").first.click()
+        self.settle()
+
     def headline(self) -> str:
         return self.page.locator(".st-key-headline").inner_text()
 

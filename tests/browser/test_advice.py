@@ -26,6 +26,7 @@ def test_the_plan_that_is_saved_is_the_advised_one(server, tab, entry, advice):
     dashboard = tab(server)
     dashboard.open("advice", run=entry.id)
     assert dashboard.headline() == advice.answer.replace("->", "→")
+    dashboard.unfold()
     with dashboard.page.expect_download() as download:
         dashboard.page.locator(".st-key-plan-fastest button").first.click()
     assert download.value.suggested_filename == "plan.toml"
@@ -38,7 +39,7 @@ def test_the_plan_that_is_saved_is_the_advised_one(server, tab, entry, advice):
 def test_a_change_opens_in_what_if_with_the_same_number(server, tab, entry, advice):
     dashboard = tab(server)
     dashboard.open("advice", run=entry.id)
-    card = dashboard.page.locator(".st-key-card-change-1")
+    card = dashboard.page.locator(".st-key-card-recommended")
     card.get_by_text("Open in What-if").click()
     dashboard.page.wait_for_url("**/what_if?**")
     dashboard.page.locator(".st-key-card-knobs").wait_for()
@@ -53,7 +54,9 @@ def test_a_change_opens_in_what_if_with_the_same_number(server, tab, entry, advi
 def test_evidence_is_one_click_away(server, tab, entry, advice):
     dashboard = tab(server)
     dashboard.open("advice", run=entry.id)
-    dashboard.page.locator(".st-key-card-change-1").get_by_text("Open timeline", exact=True).click()
+    dashboard.page.locator(".st-key-card-recommended").get_by_text(
+        "Open timeline", exact=True
+    ).click()
     dashboard.page.wait_for_url("**/timeline?**")
     dashboard.shown = None
 
@@ -61,6 +64,7 @@ def test_evidence_is_one_click_away(server, tab, entry, advice):
 def test_a_plan_is_chosen_at_its_point(server, tab, entry, advice):
     dashboard = tab(server)
     dashboard.open("advice", run=entry.id)
+    dashboard.unfold()
     front = dashboard.page.locator(".st-key-chart-front .chart")
     front.focus()
     for _ in advice.plan.front:
@@ -76,6 +80,7 @@ def test_a_plan_is_chosen_at_its_point(server, tab, entry, advice):
 def test_a_memory_limit_changes_the_advice(server, tab, entry):
     dashboard = tab(server)
     dashboard.open("advice", run=entry.id)
+    dashboard.unfold()
     box = dashboard.page.locator(".st-key-limit input")
     box.fill("1MiB")
     box.press("Enter")

@@ -93,6 +93,7 @@ def test_a_cell_of_a_thousand_ranks_opens_its_rank(states_server, tab):
 def test_a_step_of_the_trend_opens_in_the_timeline(states_server, states_folder, tab):
     dashboard = tab(states_server)
     dashboard.open("overview", run="recorded")
+    dashboard.unfold()
     click_step(dashboard, "step-times", 5)
     dashboard.page.wait_for_url("**/timeline?**")
     shown = address_of(dashboard)
@@ -103,6 +104,7 @@ def test_a_step_of_the_trend_opens_in_the_timeline(states_server, states_folder,
 def test_a_bar_opens_its_unit(states_server, tab):
     dashboard = tab(states_server)
     dashboard.open("overview", run="recorded")
+    dashboard.unfold()
     dashboard.page.locator(".st-key-chart-owners .chart-fill").first.click()
     dashboard.page.wait_for_url("**/units?**")
     assert address_of(dashboard)["unit"] == ["norm, lm_head"]
@@ -135,6 +137,7 @@ def tip_of(dashboard, key):
 def test_the_value_under_the_pointer_is_that_of_the_table(states_server, states_folder, tab):
     dashboard = tab(states_server)
     dashboard.open("overview", run="recorded")
+    dashboard.unfold()
     plot = dashboard.page.locator(".st-key-chart-step-times .chart-plot")
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
@@ -163,6 +166,7 @@ def test_the_keyboard_reads_the_bars_and_opens_one(states_server, tab):
 def test_a_drag_zooms_the_axis_and_a_button_shows_all_again(states_server, tab):
     dashboard = tab(states_server)
     dashboard.open("overview", run="recorded")
+    dashboard.unfold()
     plot = dashboard.page.locator(".st-key-chart-step-times .chart-plot")
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()

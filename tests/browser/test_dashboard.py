@@ -44,6 +44,7 @@ def test_overview_shows_the_verdict_and_the_numbers_of_the_digest(server, tab, e
     dashboard = tab(server)
     dashboard.open("overview", run=entry.id)
     assert dashboard.headline() == digest.verdict.sentence
+    dashboard.unfold()
     values = dashboard.page.get_by_test_id("stMetricValue").all_inner_texts()
     assert values == [
         format_ns(digest.step_time_ns.typical),

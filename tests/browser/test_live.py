@@ -44,3 +44,20 @@ def test_a_run_is_followed_until_a_rank_dies(live, tab, screenshots):
     writers[1].update(pid=NO_PROCESS)
     writers[1].flush()
     headline.get_by_text("Rank 1 stopped without reporting an error.").wait_for()
+
+
+@pytest.mark.slow
+def test_an_open_figure_stays_while_the_run_grows(live, tab):
+    address, writers = live
+    dashboard = tab(address)
+    dashboard.open("overview", run="now")
+    dashboard.page.get_by_role("button", name="Explore").first.click()
+    figure = dashboard.page.locator("[role=dialog] .js-plotly-plot")
+    figure.wait_for()
+    later_ns = time.monotonic_ns() + AHEAD_S * 10**9
+    for writer in writers:
+        append_steps(writer, range(3, 6), begun_ns=later_ns)
+    dashboard.page.wait_for_timeout(12_000)  # two looks at the run
+    assert figure.is_visible()
+    dashboard.page.keyboard.press("Escape")
+    dashboard.page.get_by_role("dialog").wait_for(state="detached")

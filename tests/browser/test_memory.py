@@ -61,7 +61,7 @@ def test_a_click_on_the_curve_chooses_an_instant_that_a_link_keeps(server, tab):
     dashboard.page.reload()
     dashboard.settle()
     assert card.inner_text() == after
-    assert card.locator(".chart-name").all_text_contents() == ["unit", "category", "line"]
+    assert card.locator(".chart-name").all_text_contents() == ["unit", "line", "category"]
 
 
 @pytest.mark.parametrize("page", ["overview", "memory"])

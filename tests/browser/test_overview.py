@@ -37,6 +37,7 @@ def test_the_verdict_comes_first_and_the_numbers_are_the_digests(states_server, 
     dashboard, digest = tab(states_server), digests[run]
     dashboard.open("overview", run=run)
     assert dashboard.headline() == digest.verdict.sentence
+    dashboard.unfold()
     values = dashboard.page.get_by_test_id("stMetricValue").all_inner_texts()
     assert values[:2] == [format_ns(digest.step_time_ns.typical), format_ns(digest.exposed_ns)]
     bar = dashboard.page.locator(".st-key-card-breakdown").inner_text()
@@ -67,7 +68,7 @@ def test_show_me_leads_to_the_timeline_at_the_unit_that_is_waited_for(states_ser
 def test_a_top_unit_leads_to_its_page(states_server, tab):
     dashboard = tab(states_server)
     dashboard.open("overview", run="recorded")
-    card = dashboard.page.locator(".st-key-card-owners")
+    card = dashboard.page.locator(".st-key-card-worst")
     card.get_by_role("link", name=re.compile("norm, lm_head")).first.click()
     dashboard.page.wait_for_url("**/units?**")
     dashboard.settle()
@@ -82,7 +83,7 @@ def test_the_report_is_one_file_that_is_made_when_asked(states_server, tab):
     ).click()
     with dashboard.page.expect_download() as download:
         dashboard.page.get_by_role("button", name="Report (HTML, one file)").click()
-    assert download.value.suggested_filename == "synthetic.html"
+    assert download.value.suggested_filename == "recorded.html"
     assert "<html" in download.value.path().read_text()[:2000]
     dashboard.page.keyboard.press("Escape")
 

@@ -34,6 +34,7 @@ def test_a_saved_page_shows_what_the_page_shows(server, tab, recorded_runs, open
     run = list_runs(recorded_runs)[0]
     name = name_runs([run])[run.id]
     dashboard.open("overview", run=run.id)
+    dashboard.unfold()
     headline, charts = dashboard.headline(), dashboard.page.locator(".chart").count()
     titles = dashboard.page.locator("[data-testid=stMain] h2").all_inner_texts()
     save(dashboard, tmp_path / "page.html")

@@ -42,7 +42,9 @@ def test_a_slider_changes_the_number_the_headline_and_the_address(server, tab, e
     dashboard.open("what_if", run=entry.id)
     before = shown_step(dashboard)
     assert before == step_of(run)
+    dashboard.page.locator(".st-key-knobs-of-Network summary").click()
     slider = dashboard.page.locator(".st-key-bandwidth input[type=range]")
+    slider.scroll_into_view_if_needed()
     slider.focus()
     slider.press("ArrowRight")
     dashboard.page.wait_for_function(
@@ -81,3 +83,16 @@ def test_the_plan_that_is_saved_is_the_one_that_is_shown(server, tab, entry):
         dashboard.page.get_by_role("button", name="plan.toml").click()
     text = download.value.path().read_text()
     assert '"layers.0", "layers.1", "layers.2"' in text
+
+
+@pytest.mark.parametrize("width", [1440, 900])
+def test_the_answer_stays_visible_beside_the_last_control(server, tab, entry, width):
+    dashboard = tab(server, width=width)
+    dashboard.open("what_if", run=entry.id)
+    dashboard.page.locator(".st-key-reset").scroll_into_view_if_needed()
+    dashboard.page.mouse.move(width - 50, 500)
+    dashboard.page.mouse.wheel(0, 300)
+    dashboard.settle()
+    box = dashboard.page.locator(".st-key-headline").bounding_box()
+    assert 0 <= box["y"] < 200
+    assert dashboard.page.get_by_test_id("stMetricValue").first.is_visible()

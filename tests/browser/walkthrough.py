@@ -124,7 +124,7 @@ def walk(dashboard: Dashboard, width: int) -> list[Answer]:
     click_name()
     page.wait_for_url("**/overview**")
     dashboard.settle()
-    own.ask("Which unit makes the GPUs wait?", open_page("Units"), expected="exposed wait")
+    own.ask("Which unit makes the GPUs wait?", open_page("Units"), expected="Largest waits")
     own.ask(
         "When does it wait?",
         lambda: page.get_by_role("link", name="Show evidence").first.click(),

@@ -5,8 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_inspect import Run
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown, diagnose
-from fsdp_inspect.report.diagnosis import describe_diagnosis, diagnosis_to_dict
+from fsdp_inspect.report.diagnosis import (
+    describe_diagnosis,
+    diagnosis_to_dict,
+    render_diagnosis,
+)
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.black_box import (
     BlackBox,
     CodePlace,
@@ -20,7 +26,9 @@ from fsdp_inspect.trace.correctness import BatchSeen, OptimizerSeen, TrainingSee
 from fsdp_inspect.trace.run import ClockPair, RankRecord, RunManifest, RunStatus, StartStage
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from tests.boxes import HEADER, SECOND, Call, make_box
+from tests.browser.states import write_imported
 from tests.builders import InMemoryRun
+from tests.report.terminal_text import text_of
 
 RANKS = (0, 1, 2)
 CLOCK = ClockPair(monotonic_ns=0, unix_ns=0, uncertainty_ns=0)
@@ -838,3 +846,10 @@ def test_of_ranks_in_a_circle_the_one_without_a_batch_had_fewer() -> None:
 
     assert (found.problem, found.ranks) == (ProblemClass.UNEVEN_BATCHES, (1,))
     assert found.unit == "unit 3"
+
+
+def test_an_import_that_knows_nothing_of_its_ranks_lists_none(tmp_path):
+    write_imported(tmp_path / "run", tmp_path / "traces")
+    text = text_of(render_diagnosis(Run(open_run(tmp_path / "run")).diagnose()))
+    assert text.startswith("Cannot tell: an imported trace does not show how the ranks ended.")
+    assert "Rank" not in text

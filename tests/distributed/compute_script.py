@@ -23,9 +23,12 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
 from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
+from fsdp_inspect.store.folder import ask_for_profile
 
 WIDTH, BATCH, NUM_STEPS = 64, 16, 10
 PROFILED = "6:8"
+NUM_REQUESTED = 600
+"""Steps of more than 10 ms, of which a request profiles three after some seconds."""
 
 
 class Block(nn.Module):
@@ -89,6 +92,22 @@ class WithProfiler(Loop):
             assert profiler.events()
         else:
             super().step(step)
+
+
+class WithRequest(Loop):
+    """The dashboard asks for a profile in the run, under the default budget."""
+
+    def run(self, path: Path | None) -> None:
+        assert path is not None
+        with Recorder(
+            self.model, optimizer=self.optimizer, path=path, print_verdict=False
+        ) as recorder:
+            for step in range(NUM_REQUESTED):
+                with recorder.step():
+                    self.step(step)
+                    time.sleep(0.01)
+                if step == 40 and dist.get_rank() == 0:
+                    ask_for_profile(path)
 
 
 def _refuse(*arguments: Any, **keywords: Any) -> None:
@@ -217,6 +236,7 @@ CASES: dict[str, Callable[[], Loop]] = {
     "plain": Loop,
     "profiled": lambda: Loop(profile_steps=PROFILED),
     "other_profiler": lambda: WithProfiler(profile_steps=PROFILED),
+    "requested": WithRequest,
     "failing": lambda: WithFailure(profile_steps=PROFILED),
     **PLANTED,
 }

@@ -13,6 +13,7 @@ from fsdp_inspect.analysis.batch_work import measure_uneven_work
 from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.report.text import render_kernels
+from fsdp_inspect.store.schema import PROFILE_REQUEST_FILE
 from fsdp_inspect.trace.host_work import BOOLEAN_MASK, COLLECTION, COMPILATION, PRINTED
 from tests.cases import mark_slow, wants_slow
 from tests.conftest import Torchrun
@@ -68,6 +69,20 @@ def test_profiled_steps_show_operators_by_unit_and_are_not_timed(folder: Path) -
     assert products.flops == 3 * 6 * 2 * 16 * 64 * 256
     assert "kernels" not in [note for note in run.notes if "damaged" in note]
     assert "matrix product" in text_of(render_kernels(found))
+
+
+@pytest.mark.slow
+def test_a_request_of_the_dashboard_profiles_equal_steps_of_all_ranks(folder: Path) -> None:
+    run = opened(folder, "requested")
+    notes = [[each for each in record.problems if "The profile of steps" in each]
+             for record in run.ranks_recorded]  # fmt: skip
+    steps = {each.split(" has ")[0] for (each,) in notes}
+    assert len(notes) == 2
+    assert len(steps) == 1
+    profiled = run.kernels().steps
+    assert len(profiled) == 3
+    assert not {*profiled} & {*select_steps(run.source).timed}
+    assert not (folder / "requested" / "run" / PROFILE_REQUEST_FILE).exists()
 
 
 def test_the_window_states_its_own_cost(folder: Path) -> None:

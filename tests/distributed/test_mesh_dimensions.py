@@ -295,7 +295,7 @@ def check_straggler(run: Run, rank: int, *directly: str) -> None:
     assert grid.located is not None
     assert grid.located.ranks == (rank,)
     assert f"Rank {rank} is a straggler" in run.summary().verdict.sentence
-    assert "Longest wait of a rank for it per step: " in run.summary().verdict.why
+    assert "Largest waits of a rank for it, per step: " in run.summary().verdict.why
     assert "Waits for late ranks by mesh dimension" in text_of(render_ranks(ranks))
 
 

@@ -21,7 +21,7 @@ from fsdp_inspect.recording.overhead import (
     read_overhead,
 )
 from fsdp_inspect.statistics import compare_blocks
-from fsdp_inspect.store.folder import ask_for_detail
+from fsdp_inspect.store.folder import ask_for_detail, ask_for_profile
 from tests.cases import examples
 
 STEP_NS = 10_000_000
@@ -203,6 +203,23 @@ def test_the_dashboard_asks_for_detail_by_a_file(tmp_path: Path) -> None:
     ask_for_detail(tmp_path)
     job.run(100)
     assert len(job.store.values) == before + 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_dashboard_asks_for_a_profile_of_equal_steps_on_all_ranks(tmp_path: Path) -> None:
+    asked: list[tuple[int, int, int]] = []
+    controls = [_control(tmp_path, rank) for rank in range(2)]
+    for rank, control in enumerate(controls):
+        control.profile = lambda *steps, rank=rank: asked.append((rank, *steps))
+    job = Job(controls, cost=0.2)
+    job.run(100)
+    ask_for_profile(tmp_path)
+    job.run(1000)
+    (first, *steps), (second, *others) = asked
+    assert (first, second) == (0, 1)
+    assert steps == others
+    assert steps[1] - steps[0] == 2
+    assert steps[0] > 100
     assert not list(tmp_path.iterdir())
 
 

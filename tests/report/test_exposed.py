@@ -11,7 +11,7 @@ HEADLINE = """\
 Rank 0 waits 250 ns per step for communication.
   Step time: 1.00 µs (typical step).
   Main cause: the floor, which no setting can hide (60% of the exposed time).
-  Longest wait: 100 ns for the reduce-scatter of layers.0 in backward.
+  Largest waits: 100 ns per step for the reduce-scatter of layers.0 in backward.
 """
 DIMENSIONS = """\
 By mesh dimension

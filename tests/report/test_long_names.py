@@ -62,7 +62,7 @@ def simulated_run():
 
 
 TABLES = {
-    ("summary", "Longest exposed waits"): """\
+    ("summary", "Largest waits of rank"): """\
 unit         collective      phase     in flight  exposed   floor
 ...layers.0  reduce-scatter  backward     100 ns   100 ns  100 ns
 ...layers.0  all-gather      forward       50 ns    50 ns   50 ns

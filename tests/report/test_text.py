@@ -39,7 +39,7 @@ peak allocated               –
 peak reserved                –  missing on CPU
 loss                         1  from 4
 
-Longest exposed waits of rank 0
+Largest waits of rank 0, per step
 unit        collective      phase     in flight  exposed   floor
 layers.0    reduce-scatter  backward     100 ns   100 ns  100 ns
 layers.0    all-gather      forward       50 ns    50 ns   50 ns

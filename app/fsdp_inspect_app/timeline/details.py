@@ -3,6 +3,7 @@
 from fsdp_inspect.formatting import (
     format_bytes,
     format_bytes_per_s,
+    format_cause,
     format_ns,
     format_unit,
 )
@@ -48,16 +49,16 @@ def _tell_exposed(facts: EventFacts) -> str:
     if facts.exposed_ns == 0:
         return "not exposed"
     causes = [
-        f"{cause.replace('_', ' ')} {format_ns(spent)}" for cause, spent in facts.causes_ns.items()
+        f"{format_cause(cause)} {format_ns(spent)}" for cause, spent in facts.causes_ns.items()
     ]
     if len(causes) == 1:
-        causes = [next(iter(facts.causes_ns)).replace("_", " ")]
+        causes = [format_cause(next(iter(facts.causes_ns)))]
     return f"exposed {format_ns(facts.exposed_ns)}: {', '.join(causes)}"
 
 
 def tell_wait(facts: EventFacts) -> str:
     """Describe a wait in short, as Markdown: its owner, its duration and its main cause."""
-    cause = next(iter(facts.causes_ns), "").replace("_", " ")
+    cause = format_cause(next(iter(facts.causes_ns), ""))
     spent = plain(" · ".join(filter(None, (format_ns(facts.exposed_ns), cause))))
     return f"{name_event(facts)} {spent}"
 

@@ -199,6 +199,8 @@ def lay_out_rank(
     events: EventTable,
     memory: MemoryCurve | None,
     dimensions: GroupDimensions | None = None,
+    *,
+    is_narrow: bool = False,
 ) -> RankLayout:
     """Lay out a step of one rank.
 
@@ -207,19 +209,21 @@ def lay_out_rank(
         events: The events of the step by start, with its STEP event.
         memory: The memory of the step, if it was sampled.
         dimensions: The dimensions of the rank's process groups; None: unknown.
+        is_narrow: Only the lane that adds up to the step, so that many ranks fit.
     """
     window = _step_window(rank, events)
     parts = split_step(events, window.start_ns, window.end_ns)
     track_of = _track_of(events)
     lanes: list[Lane] = []
     spans: list[Spans] = []
-    marks = _issue_marks(events, window, track_of)
+    marks = _NO_SPANS if is_narrow else _issue_marks(events, window, track_of)
     if len(marks):
         lanes.append(Lane(rank, Track.ISSUE, 0))
         spans.append(marks)
     spans.append(_clock_spans(events, parts, lane=len(lanes)))
     lanes.append(Lane(rank, Track.CLOCK, 0))
-    for track, dimension, members in _collective_tracks(events, track_of, dimensions):
+    tracks = () if is_narrow else _collective_tracks(events, track_of, dimensions)
+    for track, dimension, members in tracks:
         rows = stack_rows(events.start_ns[members], events.end_ns[members])
         spans.append(_collective_spans(events, track, members, len(lanes) + rows))
         lanes += [Lane(rank, track, row, dimension) for row in range(int(rows.max()) + 1)]

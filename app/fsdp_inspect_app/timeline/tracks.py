@@ -118,15 +118,24 @@ class StepTimeline:
         return next((one for one in self.ranks if one.rank == rank), None)
 
 
-def build_timeline(run: RunSource, *, step: int, ranks: Sequence[int]) -> StepTimeline:
+def build_timeline(
+    run: RunSource, *, step: int, ranks: Sequence[int], is_narrow: bool = False
+) -> StepTimeline:
     """Lay out one step of the given ranks, in their order from the top.
+
+    Args:
+        run: The run.
+        step: The number of the step.
+        ranks: The ranks to draw.
+        is_narrow: One lane for each rank, as `lay_out_rank`.
 
     Raises:
         IncompleteRunError: None of the ranks finished that step.
     """
     recorded = {one.rank: one for one in run.ranks}
     asked = [recorded[rank] for rank in ranks if rank in recorded]
-    lay_out = partial(_lay_out_recorded, run, step, find_sampled_ranks(run, step, ranks))
+    sampled = () if is_narrow else find_sampled_ranks(run, step, ranks)
+    lay_out = partial(_lay_out_recorded, run, step, sampled, is_narrow)
     with ThreadPoolExecutor(_RANKS_AT_ONCE) as pool:
         layouts = [layout for layout in pool.map(lay_out, asked) if layout is not None]
     if not layouts:
@@ -165,12 +174,14 @@ def _has_step(events: EventTable) -> bool:
 
 
 def _lay_out_recorded(
-    run: RunSource, step: int, sampled: Collection[int], record: RankRecord
+    run: RunSource, step: int, sampled: Collection[int], is_narrow: bool, record: RankRecord
 ) -> RankLayout | None:
     """Lay out the step of a rank with its memory, if it was read; None if it is unfinished."""
     events = run.events(record.rank, steps=[step])
     if not _has_step(events):
         return None
+    if is_narrow:
+        return lay_out_rank(record.rank, events, None, is_narrow=True)
     memory = read_curve(run, record, step, sampled)
     return lay_out_rank(record.rank, events, memory, group_dimensions(run, record.rank))
 

@@ -20,6 +20,7 @@ from fsdp_inspect.formatting import (
     capitalize,
     format_bytes,
     format_category,
+    format_cause,
     format_ns,
     format_ranks,
     format_ratio,
@@ -416,7 +417,7 @@ def describe_waits_along(waits_ns: Mapping[str, int]) -> str:
     if not waits_ns:
         return ""
     waits = [f"{format_ns(wait)} along {label}" for label, wait in waits_ns.items()]
-    return f"Longest wait of a rank for it per step: {', '.join(waits)}."
+    return f"Largest waits of a rank for it, per step: {', '.join(waits)}."
 
 
 def _may_name_plans(facts: StepFacts) -> bool:
@@ -525,7 +526,7 @@ def _phrase_kinds(facts: StepFacts) -> str:
 def _phrase_causes(facts: StepFacts) -> str:
     """`By cause: late issue 38.0 ms, bandwidth 12.1 ms.` The causes add up to the exposed time."""
     named = [
-        f"{cause.replace('_', ' ')} {format_ns(duration)}"
+        f"{format_cause(cause)} {format_ns(duration)}"
         for cause, duration in facts.causes_ns.items()
         if duration
     ]
@@ -545,11 +546,11 @@ def _phrase_most_exposed(facts: StepFacts) -> str:
     place = f" in {facts.top.phase}" if facts.top.phase in _PHASES_BY_NAME else ""
     lead = "Beyond the floor, the" if facts.floor_ns and not facts.blocks_host else "The"
     exposed = format_ns(facts.top.exposed_ns)
-    return f"{lead} longest wait is for the {kind}{owner}{place}: {exposed}."
+    return f"{lead} largest waits are for the {kind}{owner}{place}: {exposed}."
 
 
 def _phrase_main_wait(facts: StepFacts) -> str:
-    """Phrase the unit, cause and rank of the longest wait, or the property that all waits share."""
+    """Phrase unit, cause and rank of the largest waits, or the property that all waits share."""
     if facts.blocks_host:
         blocks = f"Collectives block the host on {facts.backend}."
         return f"{blocks} {_phrase_most_exposed(facts)}".strip()
@@ -558,7 +559,7 @@ def _phrase_main_wait(facts: StepFacts) -> str:
         return f"Ranks that arrive late cause {late} of the waits{_on_rank(facts)}."
     if facts.top is None:
         return "No single wait is long."
-    cause = facts.top.cause.replace("_", " ")
+    cause = format_cause(facts.top.cause)
     mostly = f", mostly {cause}" if cause else ""
     return f"{_phrase_most_exposed(facts).removesuffix('.')}{_on_rank(facts)}{mostly}."
 

@@ -43,6 +43,24 @@ class Row:
     """Written behind the bars; of a row that grows to the left, before them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Everything that one chart of bars shows."""
+
+    rows: Sequence[Row]
+    """From the top; without a name, a row has the whole width."""
+    unit: MetricUnit | None = None
+    """Of the axis."""
+    low: float = 0
+    """The left end of the axis."""
+    high: float = 0
+    """The right end of the axis."""
+    legend: Sequence[tuple[Look, str]] = ()
+    """Looks with their labels."""
+    lanes: int = 1
+    """Bars of a row that lie above each other."""
+
+
 def stack(parts: Iterable[tuple[Look, float, str, str]]) -> tuple[Bar, ...]:
     """Bars that follow each other: their look, length, tip and text; empty ones are left out."""
     bars: list[Bar] = []
@@ -76,6 +94,7 @@ def draw_bars(
     low, high = min(0, *ends, 0), high if high is not None else max(0, *ends, 0)
     if low < 0:  # diverging: 0 is in the middle
         low, high = -max(-low, high), max(-low, high)
+    bars = Bars(rows, unit, low, high, tuple(dict.fromkeys(legend)), lanes)
     span = (high - low) or 1
 
     def place(value: float) -> float:
@@ -93,7 +112,8 @@ def draw_bars(
     )
     return Chart(
         f'<div class="{" ".join(filter(None, classes))}" style="--lanes:{lanes}">{body}'
-        f'<div class="chart-axis"><div>{axis}</div></div></div>{draw_legend(legend)}'
+        f'<div class="chart-axis"><div>{axis}</div></div></div>{draw_legend(bars.legend)}',
+        definitions=(("", bars),),
     )
 
 

@@ -21,6 +21,9 @@ class Chart:
     """HTML without a script; text from the run is escaped."""
     plots: tuple[dict[str, Any], ...] = field(default=())
     """For each element `.chart-plot` of the markup, what a script needs to show exact values."""
+    definitions: tuple[tuple[str, object], ...] = field(default=())
+    """The `Bars`, `Lines` or `HeatMap` that were drawn, with their titles. `report.figures` draws
+    the same definitions with Plotly."""
 
 
 def draw_several(charts: Iterable[tuple[str, str, Chart | None]]) -> Chart:
@@ -31,7 +34,12 @@ def draw_several(charts: Iterable[tuple[str, str, Chart | None]]) -> Chart:
         for title, bold, chart in shown
     )
     plots = tuple(plot for _, _, chart in shown for plot in chart.plots)
-    return Chart(f'<div class="chart-many">{markup}</div>', plots)
+    definitions = tuple(
+        (f"{title} {bold}", definition)
+        for title, bold, chart in shown
+        for _, definition in chart.definitions
+    )
+    return Chart(f'<div class="chart-many">{markup}</div>', plots, definitions)
 
 
 @cache

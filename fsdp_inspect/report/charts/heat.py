@@ -16,7 +16,10 @@ _MOST_LABELS = 12
 _MOST_LETTERS = 70
 """Of all labels below a map."""
 _MOST_TEXTS = 12
-"""Rows and columns of a map whose cells show their values."""
+"""Rows of a map whose cells show their values."""
+_MANY = 999.5
+_MOST_ACROSS = 8
+"""Columns of such a map: more values would cover each other in a narrow window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ def draw_heat_map(heat: HeatMap) -> Chart:
         "columnWord": heat.column_word,
         "notes": heat.notes,
     }
-    return Chart(markup, (data,))
+    return Chart(markup, (data,), (("", heat),))
 
 
 def _column(kind: str, at: int, of: int) -> str:
@@ -108,9 +111,9 @@ def _room_across(labels: Sequence[str]) -> int:
 
 def _texts(heat: HeatMap, size: float, suffix: str) -> Iterator[str]:
     """The values in the cells of a small map."""
-    if max(heat.values.shape) > _MOST_TEXTS:
-        return
     num_rows, num_columns = heat.values.shape
+    if num_rows > _MOST_TEXTS or num_columns > _MOST_ACROSS:
+        return
     for (row, column), value in np.ndenumerate(heat.values):
         if not np.isnan(value):
             share = (value - heat.low) / ((heat.high - heat.low) or 1)
@@ -118,5 +121,9 @@ def _texts(heat: HeatMap, size: float, suffix: str) -> Iterator[str]:
             yield (
                 f'<span class="chart-cell" style="left:{percent((column + 0.5) / num_columns)}%;'
                 f'top:{percent((row + 0.5) / num_rows)}%;color:{ink}">'
-                f"{value / size:,.3g}{text(suffix)}</span>"
+                f"{_three_digits(value / size)}{text(suffix)}</span>"
             )
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= _MANY else f"{value:.3g}"

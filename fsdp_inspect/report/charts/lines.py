@@ -195,7 +195,7 @@ def draw_lines(plot: Lines) -> Chart | None:
         "</div></div>",
         _legend(plot),
     ]
-    return Chart("".join(markup), (_data(plot, drawn, scale),))
+    return Chart("".join(markup), (_data(plot, drawn, scale),), (("", plot),))
 
 
 def _is_known(value: float | None) -> bool:

@@ -7,6 +7,7 @@ from fsdp_inspect.analysis.exposed import ExposedOwner
 from fsdp_inspect.analysis.memory.peak import MemoryOfStep, PeakMoment
 from fsdp_inspect.analysis.scalars import ScalarSeries
 from fsdp_inspect.analysis.step_times import StepTimes
+from fsdp_inspect.analysis.stragglers.ranks import RankRow
 from fsdp_inspect.analysis.units import UnitCost
 from fsdp_inspect.formatting import (
     format_bytes,
@@ -91,6 +92,21 @@ def draw_owners(owners: Sequence[ExposedOwner]) -> Chart:
         bar = Bar(0, owner.exposed_ns, look, f"{name}: {time} exposed per step in {owner.phase}")
         rows.append(Row(f"{name} · {owner.phase}", (bar,), time))
     legend = [(look, look.label) for look in looks]
+    return draw_bars(rows, MetricUnit.NS, legend=legend)
+
+
+def draw_ranks(ranks: Sequence[RankRow]) -> Chart:
+    """Own work and exposed time of each rank, stacked to its typical step time."""
+    looks = palette.OTHER, palette.EXPOSED
+    legend = [(palette.OTHER, "own work"), (palette.EXPOSED, "exposed")]
+    rows = []
+    for rank in ranks:
+        times = rank.own_work_ns, rank.exposed_ns
+        parts = [
+            (look, time, f"rank {rank.rank}: {format_ns(time)} {label}", "")
+            for look, time, (_, label) in zip(looks, times, legend, strict=True)
+        ]
+        rows.append(Row(f"rank {rank.rank}", stack(parts), format_ns(rank.step_time_ns)))
     return draw_bars(rows, MetricUnit.NS, legend=legend)
 
 

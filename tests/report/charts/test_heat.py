@@ -38,6 +38,8 @@ def test_a_small_map_shows_its_values_and_a_large_one_does_not():
         "5 ms",
     ]
     assert "chart-cell" not in draw(np.full((20, 20), 5e6)).markup
+    assert "chart-cell" not in draw(np.full((2, 9), 5e6)).markup
+    assert ">2,680 ms<" in draw(np.full((1, 1), 2.68e9)).markup
 
 
 def test_of_many_rows_a_few_are_labelled():

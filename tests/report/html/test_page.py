@@ -3,7 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_cause,
+    format_ns,
+    format_ratio,
+    format_unit,
+)
 from fsdp_inspect.report.html import (
     read_comparison,
     read_contents,
@@ -58,7 +64,7 @@ def test_causes_have_their_time_and_their_fraction_of_the_exposed_time(contents)
     assert exposed.causes_ns
     for cause, duration in exposed.causes_ns.items():
         share = format_ratio(duration / exposed.exposed_ns)
-        assert f"{cause.replace('_', ' ')} {format_ns(duration)} {share}" in plain
+        assert f"{format_cause(cause)} {format_ns(duration)} {share}" in plain
 
 
 def test_a_report_says_how_its_numbers_were_obtained(contents):

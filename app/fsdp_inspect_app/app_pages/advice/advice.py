@@ -1,4 +1,4 @@
-"""Page Advice: findings, suggested changes with predictions, and measured outcomes."""
+"""Page Advice: the recommended change, and folded all changes, findings and other plans."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from fsdp_inspect.report.advice import (
     describe_row,
     describe_saving,
     describe_searched_plans,
+    recommended,
 )
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.result_types import (
@@ -52,6 +53,8 @@ from fsdp_inspect_app.cards import (
     show_card,
     show_code,
     show_csv_button,
+    show_explore_button,
+    show_fold,
     show_headline,
     show_note,
     show_table,
@@ -77,27 +80,6 @@ _FLOOR = (
 )
 
 
-def show_page(entry: RunEntry, run: Run) -> None:
-    """Show the headline, findings, suggestions, how to run them, and other plans."""
-    show_run_header(run.manifest, run.summary())
-    answer = st.container()
-    question = _ask(entry)
-    if question is None:
-        with answer:
-            show_headline("Invalid limit\\. Correct it below\\.")
-        return
-    advice = advice_of(entry, question.request)
-    with answer:
-        show_headline(plain(advice.answer))
-    if advice.findings:
-        _show_findings(advice.findings, run.manifest)
-    if advice.plan is None:
-        _show_refusal(advice)
-        _show_outcomes(entry)
-        return
-    _show_plan(entry, run, advice, question)
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     """The request for advice, with its command and its address parameters."""
@@ -106,6 +88,47 @@ class Question:
     command: str
     network: dict[str, str]
     """Parameters of the address, for What-if."""
+
+
+def show_page(entry: RunEntry, run: Run) -> None:
+    """Show the headline and the recommended change on one screen; the rest is folded."""
+    show_run_header(run.manifest, run.summary())
+    answer, request = st.container(), st.container()
+    with request, show_fold("Memory limit, network and data types", key="request"):
+        question = _ask(entry)
+    if question is None:
+        with answer:
+            show_headline("Invalid limit\\. Correct it below\\.")
+        return
+    advice = advice_of(entry, question.request)
+    with answer:
+        show_headline(plain(advice.answer))
+        if advice.plan is not None:
+            _show_numbers(advice.plan)
+        _show_recommended(advice, question, run.manifest)
+    if advice.findings:
+        with show_fold(f"Findings: {len(advice.findings)}", key="findings"):
+            for place, finding in enumerate(advice.findings):
+                _show_finding(finding, run.manifest, key=f"finding-{place}")
+    if advice.plan is None:
+        _show_refusal(advice)
+    else:
+        _show_plan(entry, run, advice, advice.plan, question)
+    _show_outcomes(entry)
+
+
+def _show_recommended(advice: Advice, question: Question, manifest: RunManifest) -> None:
+    """Show the fix or change to make first, in full, and what makes it uncertain."""
+    finding, suggestion = recommended(advice)
+    plan = advice.plan
+    if finding is not None:
+        _show_finding(finding, manifest, key="recommended")
+    elif suggestion is not None and plan is not None:
+        _show_suggestion(suggestion, plan, question, manifest, key="recommended")
+    if plan is not None and plan.suggestions and plan.caveats:
+        mark = "- " if len(plan.caveats) > 1 else ""
+        lines = "\n".join(f"{mark}{plain(caveat)}" for caveat in plan.caveats)
+        st.warning(lines, icon=":material/warning:")
 
 
 def _ask(entry: RunEntry) -> Question | None:
@@ -192,23 +215,23 @@ def _show_refusal(advice: Advice) -> None:
 # --- findings
 
 
-def _show_findings(findings: Sequence[Finding], manifest: RunManifest) -> None:
-    with show_card("Findings", key="findings"):
-        for place, finding in enumerate(findings):
-            rule = f" {_badge(finding.rule)}" if finding.rule else ""
-            show_title(finding.sentence, markdown=rule)
-            lines = [f"- {plain(step)}" for step in finding.do]
-            lines.append(f"- **Effect**: {plain(finding.effect.sentence)}")
-            show_text("\n".join(lines))
-            more = _name_rules([finding.rule] if finding.rule else [])
-            more += [f"- {plain(finding.evidence)}"] if finding.evidence else []
-            more += [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
-            more += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
-            more += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []
-            _show_more(more)
-            if finding.snippet:
-                show_code(finding.snippet, key=f"finding-{place}", language="python")
-            _link_units(finding.units, manifest, key=f"finding-{place}")
+def _show_finding(finding: Finding, manifest: RunManifest, *, key: str) -> None:
+    with show_card(finding.sentence, key=key) as header:
+        if finding.rule:
+            with header:
+                show_text(_badge(finding.rule))
+        lines = [f"- {plain(step)}" for step in finding.do]
+        lines.append(f"- **Effect**: {plain(finding.effect.sentence)}")
+        show_text("\n".join(lines))
+        more = _name_rules([finding.rule] if finding.rule else [])
+        more += [f"- {plain(finding.evidence)}"] if finding.evidence else []
+        more += [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
+        more += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
+        more += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []
+        _show_more(more)
+        if finding.snippet:
+            show_code(finding.snippet, key=key, language="python")
+        _link_units(finding.units, manifest, key=key)
 
 
 def _link_units(units: Sequence[str], manifest: RunManifest, *, key: str) -> None:
@@ -227,26 +250,28 @@ def _link_units(units: Sequence[str], manifest: RunManifest, *, key: str) -> Non
 # --- the plan
 
 
-def _show_plan(entry: RunEntry, run: Run, advice: Advice, question: Question) -> None:
-    plan = advice.plan
-    if plan is None:
-        return
-    _show_numbers(plan)
-    for caveat in plan.caveats:
-        st.warning(plain(caveat), icon=":material/warning:")
-    for place, suggestion in enumerate(plan.suggestions, 1):
-        _show_suggestion(place, suggestion, plan, question, run.manifest)
+def _show_plan(
+    entry: RunEntry, run: Run, advice: Advice, plan: PlanAdvice, question: Question
+) -> None:
+    """Show all changes, how to run them, and other plans, folded."""
+    _, shown = recommended(advice)
+    if [*plan.suggestions] != [shown] and plan.suggestions:
+        with show_fold(f"All changes of the plan: {len(plan.suggestions)}", key="changes"):
+            for place, each in enumerate(plan.suggestions):
+                key = f"change-{place + 1}"
+                _show_suggestion(each, plan, question, run.manifest, key=key, is_numbered=True)
     if plan.suggestions:
-        _show_how_to_run(entry, plan, question)
-    _show_outcomes(entry)
-    left, right = st.columns([3, 2])
-    with left:
-        _show_front(plan, question)
-    with right:
-        if plan.smallest is not None:
-            _show_alternative(plan.smallest, plan, question)
-        _show_rest(plan, run.summary())
-    show_note(plain(describe_searched_plans(plan)))
+        with show_fold("Run the plan and verify it", key="run"):
+            _show_how_to_run(entry, plan, question)
+    with show_fold("Other plans, limits and assumptions", key="others"):
+        left, right = st.columns([3, 2])
+        with left:
+            _show_front(plan, question)
+        with right:
+            if plan.smallest is not None:
+                _show_alternative(plan.smallest, plan, question)
+            _show_rest(plan, run.summary())
+        show_note(plain(describe_searched_plans(plan)))
 
 
 def _show_numbers(plan: PlanAdvice) -> None:
@@ -274,15 +299,19 @@ def _show_numbers(plan: PlanAdvice) -> None:
 
 
 def _show_suggestion(
-    place: int,
     suggestion: Suggestion,
     plan: PlanAdvice,
     question: Question,
     manifest: RunManifest,
+    *,
+    key: str,
+    is_numbered: bool = False,
 ) -> None:
-    before = plan.replayed_step_ns if place == 1 else plan.suggestions[place - 2].step_ns
+    place = plan.suggestions.index(suggestion)
+    before = plan.suggestions[place - 1].step_ns if place else plan.replayed_step_ns
     step = f"step {format_ns(suggestion.step_ns)} instead of {format_ns(before)}, both simulated"
-    with show_card(f"{place}. {suggestion.what}", key=f"change-{place}") as header:
+    title = f"{place + 1}. {suggestion.what}" if is_numbered else suggestion.what
+    with show_card(title, key=key) as header:
         with header:
             show_text(" ".join(_badge(rule) for rule in suggestion.rules if rule))
         show_text(plain(f"Predicted: {describe_saving(suggestion, plan)}."))
@@ -295,9 +324,9 @@ def _show_suggestion(
         more += [f"- **Evidence**: {plain(describe_row(row))}" for row in suggestion.rows]
         more += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
         _show_more(more)
-        _show_change(suggestion.change, suggestion.snippet, key=f"change-{place}")
-        _link_units(suggestion.units, manifest, key=f"change-{place}")
-        _offer_plan(suggestion.plan, question, key=f"change-{place}", label="Download plan so far")
+        _show_change(suggestion.change, suggestion.snippet, key=key)
+        _link_units(suggestion.units, manifest, key=key)
+        _offer_plan(suggestion.plan, question, key=key, label="Download plan so far")
 
 
 def _show_more(lines: Sequence[str]) -> None:
@@ -354,7 +383,7 @@ def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None
 
 
 def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> None:
-    with show_card("Run and verify", key="run"):
+    with show_card("Save, change, record", key="run"):
         show_title("1. Save the plan and its prediction")
         _offer_plan(plan.fastest.plan, question, key="fastest", label=PLAN_FILE)
         st.download_button(
@@ -393,14 +422,18 @@ def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) 
 
 
 def _show_front(plan: PlanAdvice, question: Question) -> None:
-    with show_card("Step time and peak memory of plans", key="front") as header:
+    title, chart = "Step time and peak memory of plans", None
+    if plan.replayed_peak_bytes is not None:
+        chart = draw_front(plan)
+    with show_card(title, key="front") as header:
         with header:
+            show_explore_button(chart, key="front", title=title)
             show_table_button(frame_front(plan), key="front", alt="Plans of the front")
-        if plan.replayed_peak_bytes is None:
+        if chart is None:
             show_note("The peak memory of the plans is unknown\\.")
         else:
             show_chart(
-                draw_front(plan),
+                chart,
                 key="front",
                 alt=f"{len(plan.front)} plans that no other plan beats in both step time and peak "
                 "memory, and the recorded plan; the table has the numbers",

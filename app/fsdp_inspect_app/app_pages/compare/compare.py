@@ -371,8 +371,7 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
         frame_compared_parts(comparison.parts, labels),
         key="parts",
         alt=f"Diverging bars: the change of each part of the step to {label}",
-        note="The changes add up to the change of the typical step. Blue, left: less. Orange, "
-        "right: more.",
+        note="The changes add up to the change of the typical step. Left: less. Right: more.",
     )
     if len(comparison.dimensions) > 1:
         _show_dimension_changes(comparison, other)
@@ -424,8 +423,7 @@ def _show_memory(comparison: Comparison, other: int) -> None:
         frame_categories(comparison.memory, [side.label for side in comparison.sides]),
         key="memory",
         alt=f"Diverging bars: the change of each memory category to {label}",
-        note="Peak of the memory steps, measured by the storage tracker. Blue, left: less. "
-        "Orange, right: more.",
+        note="Peak of the memory steps, measured by the storage tracker. Left: less. Right: more.",
     )
 
 
@@ -455,7 +453,7 @@ def _show_units(comparison: Comparison, other: int) -> None:
         key="units",
         alt=f"Diverging bars, one for each unit: {title}",
         note=f"{more}Median run of each side. Units are aligned by their modules, also across "
-        "different wrap policies. Blue, left: less. Orange, right: more.",
+        "different wrap policies. Left: less. Right: more.",
     )
 
 

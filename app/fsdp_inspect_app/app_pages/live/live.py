@@ -1,10 +1,13 @@
 """Page Live: the state, pace and memory of a run that is being recorded."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import streamlit as st
 
 from fsdp_inspect import Run
+from fsdp_inspect.analysis.live.alerts import RULES, AlertRule
 from fsdp_inspect.analysis.live.feed import LiveFeed
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
@@ -25,8 +28,14 @@ from fsdp_inspect.result_types import (
     RunEntry,
     RunStatus,
 )
-from fsdp_inspect.store.folder import ask_for_detail, can_ask_for_detail
+from fsdp_inspect.store.folder import (
+    ask_for_detail,
+    ask_for_profile,
+    can_ask_recorder,
+    is_profile_requested,
+)
 from fsdp_inspect_app import loading
+from fsdp_inspect_app.alerting import WATCH, is_webhook
 from fsdp_inspect_app.app_pages.live.charts import (
     draw_devices,
     draw_live_memory,
@@ -65,6 +74,14 @@ from fsdp_inspect_app.wording import describe_sharding, plain
 _REFRESH_EVERY_S = 2
 _GOING_ON = (LiveState.STARTING, LiveState.RUNNING, LiveState.STALLED)
 _REFRESH_KEY = "live: refreshes"
+_MOST_ALERTS = 10
+_OWN_MACHINE = "localhost"
+_RULE_WORDS = {
+    "stall": "No progress",
+    "nan": "A logged number is not finite",
+    "memory": "Reserved memory above (%)",
+    "slow": "Steps longer by (%)",
+}
 _SEEN_KEY = "live: state that is shown"
 
 
@@ -151,7 +168,8 @@ def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
         _show_ranks(live)
         return
     _show_tiles(live)
-    _offer_detail(entry, live)
+    _offer_requests(entry, live)
+    _show_alerts(entry)
     left, right = st.columns(2)
     with left:
         _show_steps(live)
@@ -215,23 +233,101 @@ def _show_tiles(live: LiveStatus) -> None:
     show_tiles([*tiles[:2], Tile("Exposed, last step", share, when), *tiles[2:]])
 
 
-def _offer_detail(entry: RunEntry, live: LiveStatus) -> None:
-    """Offer to record the next steps in detail, where the run folder can be written."""
-    is_plain = any(step.exposed_ns is None for step in live.view.steps)
-    if not is_plain or live.state not in _GOING_ON or not can_ask_for_detail(entry.path):
+def _offer_requests(entry: RunEntry, live: LiveStatus) -> None:
+    """Offer to profile the next steps, or to record them in detail, if the run can be written."""
+    if live.state not in _GOING_ON or not can_ask_recorder(entry.path):
         return
-    if st.button(
-        "Record the next steps in detail",
-        icon=":material/zoom_in:",
-        help="Most steps are recorded without their units, to keep to the overhead budget. The "
-        "recorder takes the request within seconds, and the same steps on all ranks.",
-    ):
+    with st.container(horizontal=True, gap="small"):
+        if any(step.exposed_ns is None for step in live.view.steps):
+            _offer_request(
+                entry,
+                "Record the next steps in detail",
+                ":material/zoom_in:",
+                "Most steps are recorded without their units, to keep to the overhead budget. The "
+                "recorder takes the request within seconds, and the same steps on all ranks.",
+                ask_for_detail,
+            )
+        _offer_request(
+            entry,
+            "Profile the next steps",
+            ":material/speed:",
+            "Runs torch's profiler in three steps of all ranks. They are slower, and no time uses "
+            "them. Kernels of each unit are then in `fsdp-inspect show RUN kernels`. A recorder "
+            "without an overhead budget does not take the request.",
+            ask_for_profile,
+        )
+    if is_profile_requested(entry.path):
+        show_note("A profile is requested\\. The recorder has not taken the request yet\\.")
+
+
+def _offer_request(
+    entry: RunEntry, label: str, icon: str, words: str, ask: Callable[[Path | str], None]
+) -> None:
+    if st.button(label, icon=icon, help=plain(words), key=label):
         try:
-            ask_for_detail(entry.path)
+            ask(entry.path)
         except OSError as error:
             st.error(plain(f"The request cannot be written: {error}."), icon=":material/error:")
             return
-        st.toast("Requested. The next block of detailed steps begins within seconds.")
+        st.toast("Requested. The recorder chooses steps that begin in a few seconds.")
+
+
+def _show_alerts(entry: RunEntry) -> None:
+    """Show the last alerts of the server, and the form that chooses them."""
+    folder = loading.runs_folder()
+    if isinstance(folder, str):
+        return
+    on = f"{len(WATCH.rules)} of {len(RULES)}" if WATCH.rules else "off"
+    with st.popover(f"Alerts: {on}", icon=":material/notifications:", key="alerts"):
+        with st.form("alert-form", border=False):
+            chosen = [_ask_rule(name) for name in RULES]
+            target = _ask_target()
+            if st.form_submit_button("Apply"):
+                WATCH.start(folder, [rule for rule in chosen if rule is not None], target)
+                st.toast("The alerts of this server are changed.")
+        for sent in [*WATCH.sent][:_MOST_ALERTS]:
+            when = time.strftime("%H:%M:%S", time.localtime(sent.unix_s))
+            st.markdown(plain(f"{when} {sent.alert.text} {sent.problem}".strip()))
+    own = [sent for sent in WATCH.sent if sent.alert.run_id == entry.run_id]
+    for sent in own[:1]:
+        st.warning(plain(f"Alert: {sent.alert.sentence}"), icon=":material/notifications:")
+
+
+def _ask_rule(name: str) -> AlertRule | None:
+    active = {rule.name: rule for rule in WATCH.rules}
+    left, right = st.columns([2, 1], vertical_alignment="center")
+    is_on = left.checkbox(_RULE_WORDS[name], value=name in active, key=f"alert {name}")
+    usual = RULES[name]
+    if usual is None:
+        return AlertRule(name) if is_on else None
+    limit = active[name].limit if name in active else usual
+    percent = right.number_input(
+        f"Limit of {name} (%)",
+        min_value=1,
+        max_value=1000,
+        value=round(100 * (limit or usual)),
+        label_visibility="collapsed",
+        key=f"limit {name}",
+    )
+    return AlertRule(name, percent / 100) if is_on else None
+
+
+def _ask_target() -> str:
+    """The webhook; a command, and the target of a shared server, come from its command line."""
+    is_shared = st.get_option("browser.serverAddress") != _OWN_MACHINE
+    if is_shared or (WATCH.target and not is_webhook(WATCH.target)):
+        st.caption("The option `--alert` of this server sets where alerts are sent\\.")
+        return WATCH.target
+    target = st.text_input(
+        "Webhook",
+        value=WATCH.target,
+        placeholder="https://...",
+        help="Gets each alert as JSON with a `text`\\. Empty: alerts are shown here only\\.",
+    )
+    if target and not is_webhook(target):
+        st.error(plain(f"Invalid webhook: {target!r}. Expected an address such as https://..."))
+        return WATCH.target
+    return target
 
 
 def _show_steps(live: LiveStatus) -> None:

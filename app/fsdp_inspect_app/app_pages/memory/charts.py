@@ -3,6 +3,7 @@
 Nothing is computed here.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pandas as pd
@@ -18,6 +19,7 @@ from fsdp_inspect.result_types import (
     AllocatorUse,
     Composition,
     LiveInstant,
+    LiveRow,
     MemoryOfStep,
     PlaceSpan,
     RankMemory,
@@ -35,6 +37,10 @@ _PHASE_LOOKS = {
 _NAMED_RATIO = 0.06
 _INSTANT_RATIO = 0.002
 _MOST, _END = NEUTRAL.colour, palette.SHOWN
+_NO_LINE = "before the step"
+"""The line of memory that the memory step did not see allocated."""
+_LEAST_LINE, _FEWEST_SMALL = 0.005, 2
+"""Lines below this part of the live memory are one box, if there are that many."""
 _MOST_BOXES = 400
 """Of the strip of units: more would be a few pixels wide."""
 
@@ -119,26 +125,42 @@ def _line_of_second(second: StepMemory) -> Line:
 
 
 def draw_instant(instant: LiveInstant) -> Chart:
-    """The live memory as an icicle: units, below each its categories, below these their lines."""
-    units, categories, lines = [], [], []
+    """The live memory as a flame: units, below each the lines that allocated, then categories."""
+    units, lines, categories = [], [], []
     for unit in instant.units:
         units.append((NEUTRAL, unit.bytes, f"{unit.unit}: {format_bytes(unit.bytes)}", unit.unit))
-        for one in unit.categories:
-            look = palette.MEMORY_LOOKS.get(one.category, palette.MEMORY_LOOKS["unattributed"])
-            label = format_category(one.category)
-            where = f"{unit.unit}, {label}"
-            categories.append((look, one.bytes, f"{where}: {format_bytes(one.bytes)}", label))
-            for row in one.rows:
-                tip = f"{where}, {row.line or 'unknown line'}: {format_bytes(row.bytes)}"
-                lines.append((look, row.bytes, tip, row.line.rpartition("/")[2]))
+        rows = [row for one in unit.categories for row in one.rows]
+        for line, own in _by_line(rows, least=instant.bytes * _LEAST_LINE).items():
+            where = f"{unit.unit}, {line}"
+            told = f"{where}: {format_bytes(sum(own.values()))}"
+            lines.append((palette.OTHER, sum(own.values()), told, line.rpartition("/")[2]))
+            for category, amount in own.items():
+                look = palette.MEMORY_LOOKS.get(category, palette.MEMORY_LOOKS["unattributed"])
+                label = format_category(category)
+                told = f"{where}, {label}: {format_bytes(amount)}"
+                categories.append((look, amount, told, label))
     return draw_bars(
         [
             Row(level, stack(parts))
-            for level, parts in (("unit", units), ("category", categories), ("line", lines))
+            for level, parts in (("unit", units), ("line", lines), ("category", categories))
         ],
         MetricUnit.BYTES,
         legend=[(look, label) for look, _, _, label in categories],
+        style="chart-thick",
     )
+
+
+def _by_line(rows: Sequence[LiveRow], *, least: float) -> dict[str, Counter[str]]:
+    """Bytes by category of each line, the largest line first; lines below `least` are together."""
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        found.setdefault(row.line or _NO_LINE, Counter())[row.category] += row.bytes
+    ordered = sorted(found.items(), key=lambda each: -each[1].total())
+    small = [own for _, own in ordered if own.total() < least]
+    if len(small) < _FEWEST_SMALL:
+        return dict(ordered)
+    kept = {line: own for line, own in ordered if own.total() >= least}
+    return {**kept, f"{len(small)} other lines": sum(small, Counter[str]())}
 
 
 def _units(units: Sequence[PlaceSpan], whole_ns: int) -> Iterator[Box]:

@@ -247,7 +247,7 @@ def _open_instant(memory: StepMemory, other: StepMemory | None, click: Click) ->
 
 
 def _show_instant(entry: RunEntry, memory: StepMemory, at_ns: int) -> None:
-    """Show what is alive at the chosen instant, by unit, category and line."""
+    """Show what is alive at the chosen instant, by unit, line and category."""
     instant = loading.result_of(
         entry, measure_memory_instant, rank=memory.rank, step=memory.step, offset_ns=at_ns
     )
@@ -265,7 +265,7 @@ def _show_instant(entry: RunEntry, memory: StepMemory, at_ns: int) -> None:
         draw_instant(instant),
         frame,
         key="memory-instant",
-        alt=f"Live memory of {format_bytes(instant.bytes)} by unit, category and allocating line",
+        alt=f"Live memory of {format_bytes(instant.bytes)} by unit, allocating line and category",
         note=_describe_instant(instant),
     )
 
@@ -341,7 +341,6 @@ def _show_peak(overview: MemoryOverview) -> None:
             f"{len(owners)} of {len(peak.owners)} owners. Click a bar to open its unit. "
             f"{memory_wording.describe_counting(overview)}",
             on_click=lambda click: open_unit(click.pick([owner.fqn for owner in owners])),
-            result=lambda: overview,
         )
     with right:
         _show_places(overview)

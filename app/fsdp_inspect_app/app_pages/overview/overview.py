@@ -10,9 +10,19 @@ import streamlit as st
 from fsdp_inspect import Run
 from fsdp_inspect.advice.run_advice import find_findings
 from fsdp_inspect.analysis.scalars import find_loss
+from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.analysis.verdict import COMPARE_PLANS
 from fsdp_inspect.errors import FsdpInspectError, StoreError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_unit, name_run
+from fsdp_inspect.formatting import (
+    capitalize,
+    format_bytes,
+    format_cause,
+    format_ns,
+    format_ratio,
+    format_unit,
+    name_run,
+    plural,
+)
 from fsdp_inspect.metrics import define_metric, find_metric
 from fsdp_inspect.report.advice import describe_recommendation
 from fsdp_inspect.report.charts.results import (
@@ -25,7 +35,7 @@ from fsdp_inspect.report.charts.results import (
     draw_step_times,
 )
 from fsdp_inspect.report.text import list_throughput
-from fsdp_inspect.report.wording import format_cause, format_kind, format_metric
+from fsdp_inspect.report.wording import describe_trust, format_error, format_kind, format_metric
 from fsdp_inspect.result_types import (
     BreakdownCauses,
     Exposed,
@@ -61,6 +71,7 @@ from fsdp_inspect_app.cards import (
     show_code,
     show_empty_card,
     show_explore_button,
+    show_fold,
     show_headline,
     show_note,
     show_table_button,
@@ -93,27 +104,26 @@ _LOOK_EVERY_S = 1.0
 
 
 def show_page(entry: RunEntry, run: Run) -> None:
-    """Show the verdict, key numbers, the step, exposed waits by unit, findings, and all steps."""
+    """Show the verdict, the trust, the step and the three worst units; the rest is folded."""
     manifest, summary, times = run.manifest, run.summary(), run.step_times()
     show_run_header(manifest, summary, beside=partial(_show_buttons, run))
     _show_answer(entry, run)
-    _show_key_numbers(summary)
-    if summary.recorder_sentence is not None:
-        show_note(plain(summary.recorder_sentence))
     _show_step(run)
-    _show_dimensions(summary)
-    left, right = st.columns(2)
-    with left:
+    _show_worst_units(summary.exposed)
+    with show_fold("All numbers", key="numbers"):
+        _show_key_numbers(summary)
+    with show_fold("Waits of all units", key="waits"):
         _show_owners(run)
-    with right:
+        _show_dimensions(summary)
+    with show_fold("Step time, loss and memory over steps", key="over-steps"):
         _show_step_times(summary, times)
-    _show_throughput(summary)
-    left, right = st.columns(2)
-    with left:
-        _show_next_steps(summary, str(entry.path))
-    with right:
-        _show_findings(run)
-    _show_over_steps(run)
+        _show_over_steps(run)
+    with show_fold("Findings and further steps", key="further"):
+        left, right = st.columns(2)
+        with left:
+            _show_next_steps(summary, str(entry.path))
+        with right:
+            _show_findings(run)
     _show_about(manifest, summary)
 
 
@@ -140,6 +150,43 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
                 page_link(page, "Show evidence", icon=":material/arrow_forward:", **shown)
         with _line("Do"):
             _show_what_to_do(entry, run)
+        with _line("Trust"):
+            show_text(plain(_describe_trust(entry, run)), width="stretch")
+        with _line("Numbers"):
+            show_text(plain(_describe_numbers(summary)), width="stretch")
+
+
+def _describe_trust(entry: RunEntry, run: Run) -> str:
+    summary, advice = run.summary(), known_advice(entry)
+    self_check = "not run"
+    if advice is not None:
+        self_check = format_error(advice.plan.replay_error) if advice.plan else "not possible"
+    return describe_trust(measure_trust(run.source), summary, self_check)
+
+
+def _describe_numbers(summary: Summary) -> str:
+    """The numbers that a reader compares between runs, in one line."""
+    times, device = summary.step_time_ns, summary.memory.device_bytes
+    peak = format_bytes(summary.peak_allocated_bytes)
+    facts = [
+        f"step {format_ns(times.typical)}" if times else "",
+        "" if summary.exposed_ns is None else f"{format_ns(summary.exposed_ns)} exposed",
+        f"peak {peak}{f' of {format_bytes(device)}' if device else ''}",
+    ]
+    facts += [
+        f"{find_metric(name).label} {format_metric(name, value)}"
+        for name, value, _ in _more_numbers(summary)
+    ]
+    return " · ".join(filter(None, facts))
+
+
+def _more_numbers(summary: Summary) -> list[tuple[str, float, str]]:
+    """Throughput, utilisation and goodput, as far as they are known."""
+    numbers = [*list_throughput(summary.throughput)]
+    if summary.goodput_ratio is not None:
+        wall = f"of {format_ns(summary.wall_ns)} wall time"
+        numbers.append(("goodput_ratio", summary.goodput_ratio, wall))
+    return numbers
 
 
 @contextmanager
@@ -195,10 +242,6 @@ def _show_next_steps(summary: Summary, run: str) -> None:
         named = [step for step in steps if step != COMPARE_PLANS]
         if named:
             show_text("\n".join(f"- {plain(name_run(step, run))}" for step in named))
-        if COMPARE_PLANS in steps:
-            page_link(
-                "advice", "Compare other sharding plans by simulation", icon=":material/lightbulb:"
-            )
 
 
 def _show_findings(run: Run) -> None:
@@ -237,48 +280,28 @@ def _show_key_numbers(summary: Summary) -> None:
     if tightest is not None:
         device = f"of {format_bytes(tightest.device_bytes)} on rank {tightest.rank}"
         numbers.append(("headroom_bytes", format_bytes(tightest.headroom_bytes), device))
+    numbers += [
+        (name, format_metric(name, value), detail) for name, value, detail in _more_numbers(summary)
+    ]
     origin = f"Typical step of rank {summary.median_rank}. " if times else ""
-    origins = {"step_time_ns": f"{origin}{summary.left_out.sentence} Below: p10 to p90."}
+    quantiles = "Below: p10 to p90; each is the step time of a step."
+    origins = {"step_time_ns": f"{origin}{summary.left_out.sentence} {quantiles}"}
+    in_trace = summary.is_kernel_trace
     show_tiles(
         [
             Tile(
-                find_metric(name).label.capitalize(),
+                capitalize(find_metric(name).label),
                 value,
                 detail,
                 ". ".join(
-                    filter(
-                        None,
-                        [
-                            define_metric(name, in_kernel_trace=summary.is_kernel_trace),
-                            origins.get(name),
-                        ],
-                    )
+                    filter(None, [define_metric(name, in_kernel_trace=in_trace), origins.get(name)])
                 ),
             )
             for name, value, detail in numbers
         ]
     )
-
-
-def _show_throughput(summary: Summary) -> None:
-    """Show tokens per second, MFU, utilisation and goodput, as far as they are known."""
-    numbers = [*list_throughput(summary.throughput)]
-    if summary.goodput_ratio is not None:
-        wall = f"of {format_ns(summary.wall_ns)} wall time"
-        numbers.append(("goodput_ratio", summary.goodput_ratio, wall))
-    if numbers:
-        show_tiles(
-            [
-                Tile(
-                    find_metric(name).label[0].upper() + find_metric(name).label[1:],
-                    format_metric(name, value),
-                    origin,
-                    define_metric(name, in_kernel_trace=summary.is_kernel_trace),
-                )
-                for name, value, origin in numbers
-            ],
-            num_columns=4,
-        )
+    if summary.recorder_sentence is not None:
+        show_note(plain(summary.recorder_sentence))
 
 
 def _memory_detail(summary: Summary) -> str | None:
@@ -301,23 +324,25 @@ def _show_step(run: Run) -> None:
         if part.duration_ns
     )
     note = (
-        f"Typical step of rank {breakdown.rank}: the mean over {len(breakdown.steps)} steps. The "
+        f"Typical step of rank {breakdown.rank}: the mean over "
+        f"{plural(len(breakdown.steps), 'step')}. The "
         "parts add up. Hatching marks exposed waits. "
         + wording.describe_provenance(
             summary.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
         )
     )
     title = f"Typical step: {format_ns(breakdown.step_time_ns)}"
+    chart = draw_breakdown(breakdown)
     with show_card(title, key="breakdown", note=note) as header:
         with header:
-            show_explore_button(run.breakdown, key="breakdown", title=title)
+            show_explore_button(chart, key="breakdown", title=title)
             show_table_button(
                 frame_breakdown(breakdown, in_kernel_trace=summary.is_kernel_trace),
                 key="breakdown",
                 alt="Parts of the step",
             )
         show_chart(
-            draw_breakdown(breakdown),
+            chart,
             key="breakdown",
             alt=f"One bar of {format_ns(breakdown.step_time_ns)} with the parts {parts}",
         )
@@ -345,14 +370,14 @@ def _show_dimensions(summary: Summary) -> None:
         f"Typical step of rank {step.rank}. The dimensions add up to the exposed communication of "
         f"the step.{note}"
     )
-    with show_card(title, key="dimensions", note=note) as header:
-        with header:
-            show_table_button(frame, key="dimensions", alt="Communication by mesh dimension")
-        show_chart(
-            draw_dimensions(step),
-            key="dimensions",
-            alt=f"{format_ns(step.exposed_ns)} by dimension: {exposed}",
-        )
+    show_chart_card(
+        title,
+        draw_dimensions(step),
+        frame,
+        key="dimensions",
+        alt=f"{format_ns(step.exposed_ns)} by dimension: {exposed}",
+        note=note,
+    )
 
 
 def _describe_causes(exposed: Exposed) -> str:
@@ -376,33 +401,37 @@ def _show_owners(run: Run) -> None:
         "may add up to more than the exposed communication of the step. Click a bar to open its "
         "unit. " + wording.describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
     )
-    with show_card("Exposed waits by unit", key="owners", note=note) as header:
-        with header:
-            show_explore_button(run.exposed, key="owners", title="Exposed waits by unit")
-            show_table_button(
-                frame_of(RankWaits.TABLE, exposed.owners), key="owners", alt="Waits by unit"
-            )
-        shown = [owner for owner in exposed.owners if owner.exposed_ns][:_MOST_OWNERS]
-        show_chart(
-            draw_owners(shown),
-            key="owners",
-            alt=f"Bars of exposed time by unit; longest is {name_owner(top)} in {top.phase} "
-            f"with {format_ns(top.exposed_ns)}",
-            on_click=lambda click: open_unit(click.pick([owner.fqn for owner in shown])),
-        )
-        for owner in exposed.owners[:_TOP_UNITS]:
-            _show_owner(owner)
+    shown = [owner for owner in exposed.owners if owner.exposed_ns][:_MOST_OWNERS]
+    show_chart_card(
+        "Exposed waits by unit",
+        draw_owners(shown),
+        frame_of(RankWaits.TABLE, exposed.owners),
+        key="owners",
+        alt=f"Bars of exposed time by unit; longest is {name_owner(top)} in {top.phase} "
+        f"with {format_ns(top.exposed_ns)}",
+        note=note,
+        on_click=lambda click: open_unit(click.pick([owner.fqn for owner in shown])),
+    )
+
+
+def _show_worst_units(exposed: Exposed | None) -> None:
+    """Show the owners of the largest waits, one line each."""
+    worst = [owner for owner in exposed.owners if owner.exposed_ns] if exposed else []
+    if worst:
+        with show_card("Largest waits of a unit, per step", key="worst"):
+            for owner in worst[:_TOP_UNITS]:
+                _show_owner(owner)
 
 
 def _show_owner(owner: ExposedOwner) -> None:
     """Show one line with a link to the unit: its exposed wait and the main cause."""
-    if owner.exposed_ns == 0:
-        return
-    facts = [format_ns(owner.exposed_ns), f"{format_kind(owner.kind)} in {owner.phase}"]
+    place = f" in {owner.phase}" if owner.phase in ("forward", "backward") else ""
+    facts = [format_ns(owner.exposed_ns), f"{format_kind(owner.kind)}{place}"]
     facts += [f"mostly {format_cause(cause)}" for cause in list(owner.causes_ns)[:1]]
     sentence = plain(" " + " · ".join(facts))
     if owner.fqn is None:
-        show_text(plain(name_owner(owner)) + sentence)
+        words, icon = plain(name_owner(owner)) + sentence, ":material/view_timeline:"
+        page_link("timeline", words, icon=icon, **{UNIT_KEY: None})
         return
     name = format_unit(owner.fqn)
     page_link("units", f"{code(name)}{sentence}", icon=":material/stacks:", **{UNIT_KEY: name})
@@ -425,7 +454,6 @@ def _show_step_times(summary: Summary, times: StepTimes) -> None:
         )
         + wording.describe_provenance(summary.provenance, "step"),
         on_click=partial(_open_step, times),
-        result=lambda: times,
     )
 
 
@@ -572,7 +600,7 @@ def show_findings(
     if plan_check is not None and plan_check.is_consistent is not False:
         _show_line(plan_check.sentence, "units", ())
     if not findings:
-        show_text(plain("No finding. Advice lists changes of the plan."))
+        show_text(plain("No problem besides the sharding plan was found."))
     page_link("advice", "Open Advice", icon=":material/lightbulb:")
 
 

@@ -48,6 +48,7 @@ from fsdp_inspect_app.cards import (
     show_card,
     show_chart_card,
     show_csv_button,
+    show_explore_button,
     show_headline,
     show_note,
     show_table,
@@ -198,9 +199,13 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
         f"{highest.step}. Colors span the 1st to the 99th percentile of timed steps. Click a cell "
         "to open its rank and step. " + wording.describe_provenance(summary.provenance, "step")
     )
-    with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid", note=note):
+    title = f"{metric.label.capitalize()} by rank and step"
+    chart = draw_grid(grid, rank=rank, step=step)
+    with show_card(title, key="rank-grid", note=note) as header:
+        with header:
+            show_explore_button(chart, key="rank-grid", title=title)
         show_chart(
-            draw_grid(grid, rank=rank, step=step),
+            chart,
             key="rank-grid",
             alt=f"A map of {metric.label}: {of_all} by {len(grid.steps)} steps. Highest: {amount} "
             f"on rank {highest.rank} in step {highest.step}",
@@ -222,7 +227,8 @@ def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
     if len(axes) < 2 or not ranks.ranks:
         return
     label = find_metric(measure).label
-    with show_card(f"{label.capitalize()} by mesh dimension", key="mesh-grid"):
+    title = f"{label.capitalize()} by mesh dimension"
+    with show_card(title, key="mesh-grid") as header:
         left, right = st.columns(2)
         first, second = loading.result_of(entry, default_axes)
         rows = _pick_axis(left, "Rows", "mesh rows", axes, first)
@@ -231,8 +237,11 @@ def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
         columns = _pick_axis(right, "Columns", "mesh columns", others, usual)
         grid = loading.result_of(entry, _measure_mesh, metric=measure, rows=rows, columns=columns)
         show_text(plain(ranks_wording.describe_location(grid)))
+        chart = draw_mesh_grid(grid)
+        with header:
+            show_explore_button(chart, key="mesh-grid", title=title)
         show_chart(
-            draw_mesh_grid(grid),
+            chart,
             key="mesh-grid",
             alt=f"A map of {label}: {rows} by {columns}. {ranks_wording.describe_location(grid)}",
         )
@@ -416,7 +425,6 @@ def _show_rank_step(
         note=f"{verdict.sentence if verdict else ''} The parts add up. Hatching marks exposed "
         "waits. "
         + wording.describe_provenance(run.summary().provenance, "step", "forward", "backward"),
-        result=lambda: run.breakdown(rank=rank, step=step),
     )
 
 

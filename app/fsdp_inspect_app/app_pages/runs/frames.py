@@ -13,12 +13,12 @@ from fsdp_inspect_app import wording
 from fsdp_inspect_app.catalog_reading import KnownRuns, RunRow
 from fsdp_inspect_app.tables import mib, ms, percent
 from fsdp_inspect_app.user_store import RunNote
+from fsdp_inspect_app.wording import READING, UNREADABLE
 
 NAME_COLUMN, FOLDER_COLUMN = "run", "folder"
 BASELINE_MARK, PIN_MARK, STAR_MARK = "baseline", "pinned", "starred"
 _BASELINE_SUFFIX = "vs baseline (%)"
-READING, UNREADABLE = "being read", "unreadable"
-STEP_TIMES_COLUMN = "step times"
+STEP_TIMES_COLUMN, DATE_COLUMN = "step times", "recorded (UTC)"
 _LONG_LIST = 1_000
 """Rows of a list that is sent with fewer details."""
 _FEW_POINTS = 16
@@ -101,10 +101,11 @@ def _run_row(entry: RunEntry, found: KnownRuns, reference: RunRow | None) -> dic
     recorded = pd.Timestamp(entry.created_unix_ns) if entry.created_unix_ns else pd.NaT
     if row is None:
         status = UNREADABLE if entry.id in found.problems else READING
-        return {"status": status, "recorded (UTC)": recorded, FOLDER_COLUMN: entry.id}
+        return {"status": status, DATE_COLUMN: recorded, FOLDER_COLUMN: entry.id}
     changes = {} if reference is None else _change_columns(row, reference)
     return {
         "status": row["status"],
+        DATE_COLUMN: recorded,
         "step time (ms)": ms(row["step_time_ns"]),
         STEP_TIMES_COLUMN: [ms(value) for value in row["step_times_ns"] or ()] or None,
         "exposed (ms)": ms(row["exposed_ns"]),
@@ -114,7 +115,6 @@ def _run_row(entry: RunEntry, found: KnownRuns, reference: RunRow | None) -> dic
         "ranks": row["world_size"],
         "model": row["model"],
         "plan": row["plan"],
-        "recorded (UTC)": recorded,
         "steps": row["num_steps"],
         "parameters": row["num_parameters"],
         "source": row["source"],

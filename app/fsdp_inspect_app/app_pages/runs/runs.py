@@ -14,6 +14,7 @@ from fsdp_inspect.formatting import MISSING, format_ns, listed, plural
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import catalog_reading, loading
 from fsdp_inspect_app.app_pages.runs.frames import (
+    DATE_COLUMN,
     NAME_COLUMN,
     STEP_TIMES_COLUMN,
     frame_runs,
@@ -48,7 +49,7 @@ from fsdp_inspect_app.selection import (
     switch_page,
 )
 from fsdp_inspect_app.user_store import RunNote
-from fsdp_inspect_app.wording import code, plain
+from fsdp_inspect_app.wording import STATUS_COLOURS, code, plain
 
 _MOST_COMPARED = 8
 _MOST_REASONS = 50
@@ -179,7 +180,7 @@ def _show_table(frame: pd.DataFrame, ids: Sequence[str]) -> list[str]:
     # Rows are known by their positions, so a listing in another order is another table.
     key = f"listing-{hash(tuple(ids))}"
     state = st.dataframe(
-        frame,
+        frame.assign(status=frame["status"].map(lambda status: [status])),  # in colour
         hide_index=True,
         on_select="rerun",
         selection_mode=["multi-row", "single-cell"],
@@ -196,7 +197,10 @@ def _show_table(frame: pd.DataFrame, ids: Sequence[str]) -> list[str]:
                 help="Step time of the timed steps of the median rank, from the first to the "
                 "last. Each line has its own scale.",
             ),
-            "recorded (UTC)": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm"),
+            "status": st.column_config.MultiselectColumn(
+                options=list(STATUS_COLOURS), color=list(STATUS_COLOURS.values())
+            ),
+            DATE_COLUMN: st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm"),
             NAME_COLUMN: st.column_config.TextColumn(
                 pinned=True, width=_NAME_PX, help="Click to open"
             ),

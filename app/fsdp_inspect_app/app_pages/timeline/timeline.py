@@ -69,13 +69,18 @@ from fsdp_inspect_app.wording import plain
 WINDOW_KEY, SPAN_KEY, RANGE_KEY, TOP_KEY = "window", "span", "range", "top"
 """Address parameters: `START-END` in ns, `RANK-EVENT`, `RANK-START-END` in ns, and pinned ranks,
 which may repeat."""
+LANES_KEY, _NARROW = "lanes", "one"
 
 _RANKS_AT_FIRST = 4
 _MOST_RANKS = 16
+_MOST_NARROW = 128
+"""Ranks with one lane each."""
+_EDGES = 2
 _MOST_ROWS = 10_000
 _MOST_NAMED = 6
 _DETAILS_PX = 82
 _CANVAS = "timeline"
+_HINT_KEY = "the hint of the timeline is hidden"
 _KEYS = (
     "Click a span to see its details, drag to sum a range. Hatching marks exposed waits. Wheel or "
     "W S zooms, Shift+drag or A D pans, double-click fits, / searches, Shift+F fills the screen, "
@@ -101,9 +106,9 @@ def show_page(entry: RunEntry, run: Run, outline: RunHeading) -> None:
         _show_no_steps(run.steps, run.memory().memory)
         return
     answer = st.container()
-    step, ranks, second = _show_controls(entry, run, outline, drawable, recorded)
+    step, ranks, second, is_narrow = _show_controls(entry, run, outline, drawable, recorded)
     try:
-        tracks = loading.timeline_of(entry, step=step, ranks=ranks)
+        tracks = loading.timeline_of(entry, step=step, ranks=ranks, is_narrow=is_narrow)
     except FsdpInspectError as error:
         with answer:
             show_headline("This step cannot be drawn\\.")
@@ -175,21 +180,23 @@ def _show_controls(
     outline: RunHeading,
     drawable: Sequence[int],
     recorded: Sequence[int],
-) -> tuple[int, tuple[int, ...], RunEntry | None]:
-    """The step, the ranks, and the run to compare with."""
+) -> tuple[int, tuple[int, ...], RunEntry | None, bool]:
+    """The step, the ranks, the run to compare with, and whether each rank has one lane."""
     selection = run.steps
     marked = _mark_steps(outline, run.step_times(), drawable)
     with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
         step = _pick_step(outline, selection, drawable, marked)
         second = pick_second_run(entry, page="timeline")
-        ranks = _pick_ranks(outline, recorded)
+        is_narrow = _ask_lanes(recorded)
+        pick = _pick_range if is_narrow else _pick_ranks
+        ranks = pick(outline, recorded)
     left_out = len(selection.finished) - len(drawable)
     if left_out > 0:
         st.caption(
             f"{len(drawable)} of {len(selection.finished)} completed steps have events of units "
             "and can be drawn\\. The summary has the other steps\\."
         )
-    return step, ranks, second
+    return step, ranks, second, is_narrow
 
 
 def _mark_steps(outline: RunHeading, times: StepTimes, drawable: Sequence[int]) -> dict[str, int]:
@@ -267,7 +274,7 @@ def _step_button(label: str, icon: str, key: str, drawable: Sequence[int], posit
     )
 
 
-def _set_state(key: str, value: int) -> None:
+def _set_state(key: str, value: object) -> None:
     st.session_state[key] = value
 
 
@@ -301,6 +308,39 @@ def _pick_ranks(outline: RunHeading, recorded: Sequence[int]) -> tuple[int, ...]
     link(RANK_KEY, [str(rank) for rank in ranks])
     # The headline is about the median rank, so its lanes are on top.
     return tuple(sorted(ranks, key=lambda rank: (rank != median, rank)))
+
+
+def _ask_lanes(recorded: Sequence[int]) -> bool:
+    """Whether each rank has one lane, so that many ranks fit."""
+    if len(recorded) <= _RANKS_AT_FIRST:
+        return False
+    follow(LANES_KEY, LANES_KEY, {_NARROW: True}, False)
+    is_narrow = st.toggle(
+        "One lane per rank",
+        key=LANES_KEY,
+        help=f"Draws up to {_MOST_NARROW} ranks, each with the parts of its step only\\.",
+    )
+    link(LANES_KEY, _NARROW if is_narrow else None)
+    return is_narrow
+
+
+def _pick_range(outline: RunHeading, recorded: Sequence[int]) -> tuple[int, ...]:
+    """The ranks of a range; of a long one, every n-th and the median rank."""
+    key = f"range of ranks of {outline.run_id}"
+    if key not in st.session_state:
+        edges = sorted(map(int, linked_all(RANK_KEY, {str(rank) for rank in recorded})))
+        is_range = len(edges) == _EDGES
+        st.session_state[f"first {key}"] = edges if is_range else (recorded[0], recorded[-1])
+    low, high = st.select_slider(
+        f"Ranks (of {len(recorded)})", recorded, st.session_state[f"first {key}"], key=key
+    )
+    link(RANK_KEY, [str(low), str(high)])
+    chosen = [rank for rank in recorded if low <= rank <= high]
+    every = -(-len(chosen) // _MOST_NARROW)
+    shown = {*chosen[::every], *(rank for rank in chosen if rank == outline.median_rank)}
+    if every > 1:
+        st.caption(f"Every {every}th of {len(chosen)} ranks, and the median rank\\.")
+    return tuple(sorted(shown))
 
 
 def _opening(tracks: TrackSet) -> TimelineRequest:
@@ -424,10 +464,22 @@ def _link_to(tracks: TrackSet, asked: TimelineRequest) -> None:
 
 
 def _show_selection(entry: RunEntry, tracks: TrackSet, selected: Place | None) -> None:
-    """Show the selected span with a link to its unit, at a fixed height."""
+    """Show the selected span with a link to its unit, at a fixed height, or the keys."""
+    if selected is None and st.session_state.get(_HINT_KEY):
+        return
     with st.container(border=True, height=_DETAILS_PX, key="selected-span", gap="xxsmall"):
         if selected is None:
-            st.caption(plain(_KEYS))
+            with st.container(horizontal=True, gap="small"):
+                st.caption(plain(_KEYS), width="stretch")
+                st.button(
+                    "",
+                    icon=":material/close:",
+                    key="hide the hint",
+                    type="tertiary",
+                    help="Hide this hint",
+                    on_click=_set_state,
+                    args=(_HINT_KEY, True),
+                )
             return
         facts = _facts(entry, tracks, selected)
         rank = tracks.timeline.rank_of(selected.event).rank

@@ -7,14 +7,20 @@ from typing import Any
 import pandas as pd
 
 from fsdp_inspect.analysis.units import COLLECTIVES_TABLE
-from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ms, format_ns
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_bytes_per_s,
+    format_cause,
+    format_ms,
+    format_ns,
+)
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Line, Lines, draw_lines
 from fsdp_inspect.report.palette import NEUTRAL, Look
-from fsdp_inspect.report.wording import format_cause, format_kind
+from fsdp_inspect.report.wording import format_kind
 from fsdp_inspect.result_types import (
     Cause,
     CollectiveHistory,

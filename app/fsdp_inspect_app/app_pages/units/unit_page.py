@@ -11,11 +11,12 @@ from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import (
     format_bytes,
     format_bytes_per_s,
+    format_cause,
     format_count,
     format_ns,
     format_unit,
 )
-from fsdp_inspect.report.wording import format_cause, format_kind
+from fsdp_inspect.report.wording import format_kind
 from fsdp_inspect.result_types import (
     Bandwidth,
     Exposed,

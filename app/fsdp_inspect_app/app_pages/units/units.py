@@ -37,7 +37,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     answer = st.container()
     if not summary.units:
         with answer:
-            show_headline(wording.describe_longest_wait(summary))
+            show_headline(wording.describe_largest_waits(summary))
         return
     unit = _pick_unit(summary.units)
     if unit is not None:
@@ -45,7 +45,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
         return
     owners = summary.exposed.owners if summary.exposed is not None else ()
     with answer:
-        show_headline(wording.describe_longest_wait(summary, owners))
+        show_headline(wording.describe_largest_waits(summary, owners))
     _show_bars(run, summary)
     _show_table(summary)
 
@@ -66,15 +66,18 @@ def _show_bars(run: Run, summary: Summary) -> None:
     measure = chosen or "exposed"
     link(_MEASURE_KEY, measure)
     note = f"{_describe_numbers(summary)} Click a bar to open its unit."
+    chart = draw_units(summary.units, measure=measure)
     with show_card(UNIT_MEASURES[measure], key="units-bars", note=note) as header:
         with header:
-            show_explore_button(run.units, key="units", title="Units")
+            show_explore_button(chart, key="units", title=UNIT_MEASURES[measure])
         # Many bars scroll inside their card, so that the table stays near.
         scrolls = len(summary.units) > _MOST_BARS
-        with st.container(height=_BARS_HEIGHT if scrolls else "content", border=False):
+        with st.container(
+            height=_BARS_HEIGHT if scrolls else "content", border=False, key="units-scroll"
+        ):
             fqns = [unit.fqn for unit in summary.units]
             show_chart(
-                draw_units(summary.units, measure=measure),
+                chart,
                 key="units",
                 alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(summary.units)} units, "
                 "in order of execution; the table below has the numbers",

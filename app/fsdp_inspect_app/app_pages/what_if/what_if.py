@@ -99,7 +99,7 @@ def _show_refusal(reason: str) -> None:
 @sheet_section("prepared")
 def _show_prepared(entry: RunEntry, run: Run, prepared: PreparedRun) -> None:
     """Show the settings and all results; a changed setting reruns only this part of the page."""
-    answer = st.container()
+    answer = st.container(key="pinned-answer")
     start, problem = _linked_plan(run.manifest)
     left, right = st.columns([2, 5], gap="medium")
     with left:
@@ -115,8 +115,10 @@ def _show_prepared(entry: RunEntry, run: Run, prepared: PreparedRun) -> None:
         return
     with answer:
         show_headline(plain(answer_simulation(simulation)))
-    with right:
         _show_numbers(simulation)
+    with right:
+        for caveat in simulation.caveats:
+            st.warning(plain(caveat), icon=":material/warning:")
         _show_steps(simulation)
         _show_peaks(simulation)
         _show_keep(entry, simulation, chosen, knobs, is_linked=start is not None)
@@ -147,7 +149,7 @@ def _show_knobs(
         ("Units", knobs_of_units(prepared.plan), True),
         ("Gradients", KNOBS_OF_REDUCTION, False),
         ("Ranks", KNOBS_OF_RANKS, False),
-        ("Network", KNOBS_OF_NETWORK, True),
+        ("Network", KNOBS_OF_NETWORK, False),
     )
     chosen: dict[str, str] = {}
     with show_card("Plan and network", key="knobs"):
@@ -218,10 +220,11 @@ def _show_numbers(simulation: Simulation) -> None:
             "the fitted network.",
         ),
         (
-            "Predicted exposed",
+            "Predicted FSDP exposed",
             format_ns(after.exposed_ns),
             f"recorded plan, simulated: {format_ns(before.exposed_ns)}",
-            "Predicted exposed communication in a step.",
+            "Predicted exposed communication of units in a step. Waits for other collectives are "
+            "kept as recorded.",
         ),
         (
             "Predicted peak",
@@ -238,8 +241,6 @@ def _show_numbers(simulation: Simulation) -> None:
         ),
     )
     show_tiles([Tile(*number) for number in numbers])
-    for caveat in simulation.caveats:
-        st.warning(plain(caveat), icon=":material/warning:")
 
 
 def _show_steps(simulation: Simulation) -> None:

@@ -1,0 +1,1 @@
+"""Page SQL: its script."""
