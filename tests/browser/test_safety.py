@@ -85,7 +85,7 @@ def test_a_text_of_a_file_loads_nothing_and_the_page_may_load_nothing_foreign(
     page.on("console", lambda message: refused.append(message.text))
     with serve(folder, free_port(), tmp_path / "log") as address:
         page.goto(f"{address}/overview?run=run")
-        page.get_by_text("/leak)").first.wait_for(timeout=60_000)
+        page.get_by_text("/leak)").first.wait_for(state="attached", timeout=60_000)
         assert page.locator("img[src*='leak']").count() == 0
         page.evaluate("(new Image()).src = 'http://127.0.0.1:9/x'")
         page.wait_for_timeout(500)
