@@ -68,6 +68,31 @@ def test_the_verdict_rests_on_the_typical_step():
     )
 
 
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (
+            {"method": Method.HOST_BLOCKING, "stream": Stream.HOST},
+            "The largest waits are for the all-gather of layers.0 in forward: 30 ns.",
+        ),
+        ({}, "Beyond the floor, the largest waits are for the all-gather of layers.1"),
+    ],
+)
+def test_the_largest_waits_include_the_floor_where_collectives_block_the_host(columns, words):
+    builder = RunBuilder(world_size=2)
+    rank = builder.rank(0)
+    rank.step(0, 0, 100)
+    rank.all_gather("layers.0", 0, 30, need=0, **columns)
+    rank.forward("layers.0", 30, 50)
+    rank.all_gather("layers.1", 50, 60, need=50, **columns)
+    rank.forward("layers.1", 60, 100)
+
+    summary = measure_summary(builder.build())
+
+    assert words in summary.verdict.why
+    assert max(owner.exposed_ns for owner in summary.exposed.owners) == 30
+
+
 def test_a_run_that_never_waits_beyond_the_floor_names_no_owner():
     builder = RunBuilder(world_size=2)
     rank = builder.rank(0)

@@ -153,6 +153,7 @@ def _facts_of_run(answers: Answers, facts: StepFacts, step: StepBreakdown) -> St
     exposed, memory = answers.exposed, answers.memory
     allocator, plan_check = answers.allocator, answers.plan_check
     contradicts = plan_check is not None and plan_check.is_consistent is False
+    blocks_host = answers.provenance is not None and answers.provenance.blocks_host
     return replace(
         facts,
         exposed_by_kind_ns={
@@ -161,10 +162,10 @@ def _facts_of_run(answers: Answers, facts: StepFacts, step: StepBreakdown) -> St
         },
         causes_ns=exposed.causes_ns if exposed else {},
         backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
-        top=_top_owner(exposed) if exposed else None,
+        top=_top_owner(exposed, with_floor=blocks_host) if exposed else None,
         other_part=_largest_other(exposed) if exposed else None,
         reduces_in_float32=any(unit.reduce_dtype == "float32" for unit in answers.manifest.units),
-        blocks_host=answers.provenance is not None and answers.provenance.blocks_host,
+        blocks_host=blocks_host,
         peak_allocated_bytes=memory.peak_allocated_bytes,
         peak_reserved_bytes=memory.peak_reserved_bytes,
         device_bytes=memory.device_bytes,
@@ -355,17 +356,26 @@ def _first_gather(answers: Answers) -> Waiting | None:
     return Waiting(fqn=first.fqn, kind=first.kind, phase=first.phase, exposed_ns=whole_ns)
 
 
-def _top_owner(exposed: Exposed) -> Waiting | None:
-    """Return the owner with the most exposed time beyond the floor; None if there is none."""
-    top = max(exposed.owners, key=lambda owner: owner.exposed_ns - owner.floor_ns, default=None)
-    if top is None or top.exposed_ns == top.floor_ns:
+def _top_owner(exposed: Exposed, *, with_floor: bool) -> Waiting | None:
+    """Return the owner with the most exposed time; None if there is none.
+
+    Args:
+        exposed: The waits of the typical step.
+        with_floor: Whether the floor counts. It does where collectives block the host, because then
+            no sentence states the floor.
+    """
+
+    def size(owner: ExposedOwner) -> int:
+        return owner.exposed_ns - (0 if with_floor else owner.floor_ns)
+
+    top = max(exposed.owners, key=size, default=None)
+    if top is None or not size(top):
         return None
-    exposed_ns = top.exposed_ns - top.floor_ns
     return Waiting(
         fqn=top.fqn,
         kind=top.kind,
         phase=top.phase,
-        exposed_ns=exposed_ns,
+        exposed_ns=size(top),
         cause=_main_cause(top),
     )
 
