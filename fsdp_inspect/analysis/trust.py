@@ -22,6 +22,7 @@ import numpy as np
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.memory.growth import measure_memory_growth
 from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.formatting import (
@@ -108,6 +109,8 @@ class Trust:
     """None: unknown, as in imports, predictions, and on systems other than Linux."""
     paging: Paging | None = None
     """None: no rank reads many pages from a disk, or it is unknown."""
+    growth_bytes_per_step: float | None = None
+    """None: the memory does not grow from step to step, or it is unknown."""
     missing_ranks: tuple[int, ...] = ()
     """Ranks without data that took part."""
     self_check_error: float = 0.0
@@ -257,7 +260,12 @@ class Trust:
             "around its mean: the machine was busy, or the steps are unequal. Record the run again "
             "on a quiet machine before you rely on a small gain."
         )
+        grows = (
+            f"Each step leaves {format_bytes(self.growth_bytes_per_step or 0)} allocated, so no "
+            "plan fits for long: find what keeps the memory first."
+        )
         found = (
+            grows if self.growth_bytes_per_step else None,
             kinds if self.has_several_kinds else None,
             spread if self.spread_ratio >= MAX_SPREAD_RATIO else None,
             PIPELINE_CAVEAT if self.is_pipeline else None,
@@ -358,6 +366,7 @@ def _measure_trust(run: RunSource) -> Trust:
         run_id=manifest.run_id,
         run_delay=find_run_delay(run, _few_ranks(run)),
         paging=_find_paging(run, _few_ranks(run)),
+        growth_bytes_per_step=_find_growth(run),
         missing_ranks=tuple(rank for rank in everyone if rank not in here),
         spread_ratio=half_range_ratio(times),
         num_steps=len(times),
@@ -418,6 +427,14 @@ def _increase(
     passed = int(samples.time_ns[last] - samples.time_ns[first])
     rise = int(values[last] - values[first])
     return (rise, passed) if passed > 0 and rise >= 0 else None
+
+
+def _find_growth(run: RunSource) -> float | None:
+    try:
+        found = measure_memory_growth(run)
+    except StoreError:
+        return None
+    return None if found is None else found.growth_bytes_per_step
 
 
 def _find_paging(run: RunSource, ranks: Sequence[int]) -> Paging | None:

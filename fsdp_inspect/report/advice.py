@@ -165,7 +165,7 @@ def _fix(finding: Finding, advice: Advice) -> RenderableType:
         ("Gain", finding.effect.sentence),
         ("Memory", _added_memory(finding)),
         ("Risk", " ".join(f"Assumed: {line}" for line in finding.assumptions) or "None known"),
-        ("Code", "" if finding.snippet else "None: no line of code fixes this"),
+        ("Code", "" if finding.snippet else "None is printed: see above"),
     )
 
 

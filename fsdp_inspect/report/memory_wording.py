@@ -180,7 +180,9 @@ def describe_growth(growth: MemoryGrowth | None) -> str:
     if not growth.grows:
         return f"Memory does not grow {of_steps}."
     full = ""
-    if growth.steps_until_full is not None:
+    if growth.steps_until_full == 0:
+        full = " The memory is full."
+    elif growth.steps_until_full is not None:
         full = f" The device is full after at most {growth.steps_until_full:,} more steps."
     return (
         f"Memory grows by {format_metric('growth_bytes_per_step', growth.growth_bytes_per_step)} "

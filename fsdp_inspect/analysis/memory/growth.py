@@ -6,6 +6,9 @@ the order counts, so one outlier has no effect). The slope is that of Theil and 
 the slopes between all pairs of steps: up to 29% of the steps can be outliers). A single rise, for
 example when a cache fills, has a median slope of 0 and is not growth.
 
+A limit of memory without a device ends a run after few samples of its memory, but its report holds
+the live bytes after each of the last steps. If the samples are too few, those bytes are tested.
+
 Sources: Mann (1945) and Kendall (1975) for the test; Sen (1968) and Theil (1950) for the slope.
 """
 
@@ -16,12 +19,14 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.memory.peak import memory_parts, memory_statistics
 from fsdp_inspect.trace.codes import Statistic, StepPart
-from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.run import RunSource, RunStatus
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable
 
 MIN_STEPS = 6
 """The smallest number of steps that can reach `SIGNIFICANCE`."""
 SIGNIFICANCE = 0.01
+_MOST_FAILED = 8
+"""Ranks whose reports are read: all ranks of a leak run out in the same step."""
 _MOST_STEPS = 512
 """The highest number of tested steps. Longer runs are sampled evenly, because the test computes the
 slopes of all pairs."""
@@ -46,7 +51,8 @@ class MemoryGrowth:
     """Two-sided p-value of the trend."""
     steps_until_full: int | None
     """Steps after the last one until the peak fills the device at this slope. It is an upper bound,
-    because fragmentation needs memory too. None without growth, or if the device is unknown."""
+    because fragmentation needs memory too. 0: the memory is full. None without growth, or if the
+    device is unknown."""
 
 
 def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryGrowth | None:
@@ -57,8 +63,41 @@ def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryG
         rank: The rank; default: the rank with the largest rise.
 
     Returns:
-        None if fewer than two steps after warm-up have a sample at their end.
+        None if fewer than two steps after warm-up have a sample at their end, and no rank reported
+        the memory of its last steps when it ran out.
     """
+    found = _measure_samples(run, rank)
+    if found is not None and found.grows is not None:
+        return found
+    return _measure_failure(run, rank) or found
+
+
+def _measure_failure(run: RunSource, rank: int | None) -> MemoryGrowth | None:
+    """Test the live bytes after the last steps of a rank that ran out of memory."""
+    ranks = [record.rank for record in run.ranks if record.status == RunStatus.FAILED]
+    for each in ranks[:_MOST_FAILED] if rank is None else [rank]:
+        failed = run.out_of_memory(each)
+        if failed is None:
+            continue
+        values = np.array(failed.resting_bytes, dtype=np.int64)
+        growth = _test(np.arange(len(values)), values)
+        if growth is None or not (growth[0] > 0 and growth[1] < SIGNIFICANCE):
+            continue
+        return MemoryGrowth(
+            rank=each,
+            num_steps=len(values),
+            first_bytes=int(values[0]),
+            last_bytes=int(values[-1]),
+            grows=True,
+            growth_bytes_per_step=growth[0],
+            p_value=growth[1],
+            steps_until_full=0,
+        )
+    return None
+
+
+def _measure_samples(run: RunSource, rank: int | None) -> MemoryGrowth | None:
+    """Test the samples at the ends of steps."""
     firsts, lasts = _warm_ends(run)
     chosen = _find_largest_rise(firsts, lasts) if rank is None else rank
     if chosen is None or chosen not in firsts.rank:

@@ -136,11 +136,10 @@ def _unused_ratio(facts: StepFacts) -> float:
 def _phrase_growth(facts: StepFacts) -> Words:
     growth = facts.growth
     assert growth is not None
-    full = (
-        ""
-        if growth.steps_until_full is None
-        else f" The device is full after at most {growth.steps_until_full} more steps."
-    )
+    left = growth.steps_until_full
+    full = "" if left is None else f" The device is full after at most {left} more steps."
+    if left == 0:
+        full = " Its memory is full."
     return (
         f"Memory grows by {format_bytes(growth.bytes_per_step)} per step.",
         f"Rank {growth.rank} ends each step with more allocated memory than the step before.",

@@ -1,9 +1,15 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect.analysis.memory.growth import MIN_STEPS, measure_memory_growth
+from fsdp_inspect.analysis.trust import measure_trust
+from fsdp_inspect.report.memory_wording import describe_growth
 from fsdp_inspect.trace.codes import MemoryPoint
+from fsdp_inspect.trace.live_memory import OutOfMemoryRecord
+from fsdp_inspect.trace.run import RunStatus
 from tests.builders import MIB, RunBuilder
 from tests.cases import examples
 
@@ -29,6 +35,35 @@ def test_a_leak_is_told_in_bytes_per_step_and_in_steps_until_the_device_is_full(
     assert (growth.grows, growth.growth_bytes_per_step) == (True, MIB)
     assert growth.p_value < 0.001
     assert growth.steps_until_full == (40 - 11) * 1024 - 9
+
+
+def failed_run(resting, *, samples=2):
+    """A run of one rank that ran out of memory, with the live bytes after its last steps."""
+    run = run_of([10 * GIB] * samples)
+    record = run.ranks[0].model_copy(update={"status": RunStatus.FAILED})
+    report = OutOfMemoryRecord(run_id=run.manifest.run_id, rank=0, resting_bytes=resting)
+    return replace(run, ranks=[record], failed_allocations={0: report})
+
+
+def test_a_run_that_ran_out_of_memory_after_few_samples_has_the_growth_of_its_last_steps():
+    run = failed_run([GIB + step * MIB for step in range(8)])
+    growth = measure_memory_growth(run)
+    assert (growth.grows, growth.growth_bytes_per_step, growth.num_steps) == (True, MIB, 8)
+    assert growth.steps_until_full == 0
+    assert describe_growth(growth).endswith("Some storages are never freed. The memory is full.")
+    assert "so no plan fits for long" in measure_trust(run).prediction_caveats[0]
+
+
+@pytest.mark.parametrize("resting", [[GIB] * 12, [GIB] * 3 + [2 * GIB] * 9, [GIB, 2 * GIB], []])
+def test_a_run_that_ran_out_of_memory_without_a_trend_has_no_growth(resting):
+    found = measure_memory_growth(failed_run(resting))
+    assert found is None or not found.grows
+    assert measure_trust(failed_run(resting)).prediction_caveats == ()
+
+
+def test_enough_samples_count_before_the_report_of_a_failure():
+    run = failed_run([GIB + step * MIB for step in range(8)], samples=10)
+    assert measure_memory_growth(run).grows is False
 
 
 def test_steady_memory_does_not_grow():
