@@ -435,7 +435,9 @@ def _phrase_settings(
     elif len(names) == 1:
         reason = ""
         if is_certain:
-            reason = ", so it is the likely reason"
+            reason = ", so it is the likely reason for the other counts or bytes"
+            if not are_causes_known:
+                reason += ". Whether it changes the step time is not known"
         elif is_different:
             reason = ": the likely reason, unless the machine was busier in one of the runs"
         yield f"The only setting that differs is {names[0]}{reason}."

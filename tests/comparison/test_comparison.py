@@ -109,6 +109,23 @@ def test_a_change_is_explained_by_the_part_and_the_unit_that_moved_in_it():
     )
 
 
+def test_one_other_setting_is_the_reason_for_counts_only():
+    builder = RunBuilder(world_size=2, config={"wrap": "all"})
+    rank = builder.rank(0)
+    rank.step(0, 0, 400)
+    rank.data(0, 200)
+    for start in (200, 210):
+        rank.all_gather("layers.0", start, start + 10, need=start)
+    rank.forward("layers.0", 220, 400)
+
+    [conclusion] = compare_runs(run_of_step(100), builder.build()).conclusions
+
+    assert conclusion.reasons[-1] == (
+        "The only setting that differs is wrap, so it is the likely reason for the other counts or "
+        "bytes. Whether it changes the step time is not known."
+    )
+
+
 def test_a_part_that_moved_the_other_way_is_said_too():
     slow = run_of_step(160, exposed=110)
     [conclusion] = compare_runs(run_of_step(100, exposed=10), slow).conclusions
