@@ -13,10 +13,12 @@ Sources: Mann (1945) and Kendall (1975) for the test; Sen (1968) and Theil (1950
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.memory.peak import memory_parts, memory_statistics
 from fsdp_inspect.trace.codes import Statistic, StepPart
 from fsdp_inspect.trace.run import RunSource, RunStatus
@@ -66,6 +68,10 @@ def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryG
         None if fewer than two steps after warm-up have a sample at their end, and no rank reported
         the memory of its last steps when it ran out.
     """
+    return remember(run, ("memory growth", rank), partial(_measure, run, rank))
+
+
+def _measure(run: RunSource, rank: int | None) -> MemoryGrowth | None:
     found = _measure_samples(run, rank)
     if found is not None and found.grows is not None:
         return found
