@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import streamlit as st
@@ -29,7 +29,10 @@ from fsdp_inspect.errors import CatalogError, FsdpInspectError
 from fsdp_inspect.result_types import RunEntry, RunStatus
 from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.remote_blocks import user_cache_folder
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.cards import show_headline
 from fsdp_inspect_app.dated import prolong
+from fsdp_inspect_app.empty_states import show_no_runs
 
 PATIENCE_S = 0.5
 """The time for which a page waits for runs that are not read yet."""
@@ -251,6 +254,32 @@ def _remove_unused(catalogs: Path) -> None:
         with suppress(OSError):
             if time.time() - each.stat().st_mtime > _UNUSED_FOR_S:
                 shutil.rmtree(each)
+
+
+class OpenCatalog(NamedTuple):
+    """The catalog of a page, and what it is made of."""
+
+    folder: str
+    entries: Sequence[RunEntry]
+    catalog: KnownCatalog
+    is_complete: bool
+    """Whether all runs are in it; otherwise the page ends with `show_reading`."""
+
+
+def open_page() -> OpenCatalog | None:
+    """The catalog of the folder of runs; None: the page shows why there is none yet."""
+    folder, entries = str(loading.runs_folder()), loading.list_entries()
+    if not entries:
+        show_no_runs()
+        return None
+    index = index_of(folder)
+    found = index.find(entries, patience_s=PATIENCE_S)
+    catalog = index.catalog()
+    if catalog is None:
+        show_headline("Reading the runs\\.")
+        show_reading(folder, entries)
+        return None
+    return OpenCatalog(folder, entries, catalog, found.is_complete)
 
 
 @st.fragment(run_every=_PROGRESS_EVERY_S)

@@ -10,7 +10,6 @@ from fsdp_inspect.catalog.query import QueryResult
 from fsdp_inspect.catalog.tables import TABLES
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import plural
-from fsdp_inspect_app import catalog_reading, loading
 from fsdp_inspect_app.cards import (
     show_card,
     show_code,
@@ -20,8 +19,7 @@ from fsdp_inspect_app.cards import (
     show_note,
     show_table,
 )
-from fsdp_inspect_app.catalog_reading import KnownCatalog, index_of, show_reading
-from fsdp_inspect_app.empty_states import show_no_runs
+from fsdp_inspect_app.catalog_reading import KnownCatalog, open_page, show_reading
 from fsdp_inspect_app.tables import frame_of
 from fsdp_inspect_app.wording import plain
 
@@ -38,17 +36,10 @@ _ASKED_KEY = "query that was run"
 
 def show_page() -> None:
     """Show the query, its rows, and the columns of the tables."""
-    folder, entries = str(loading.runs_folder()), loading.list_entries()
-    if not entries:
-        show_no_runs()
+    opened = open_page()
+    if opened is None:
         return
-    index = index_of(folder)
-    found = index.find(entries, patience_s=catalog_reading.PATIENCE_S)
-    catalog = index.catalog()
-    if catalog is None:
-        show_headline("Reading the runs\\.")
-        show_reading(folder, entries)
-        return
+    folder, entries, catalog, is_complete = opened
     answer = st.container()
     with st.form("query", border=False):
         sql = st.text_area("SQL (DuckDB, read-only)", _FIRST, key="sql", bind="query-params")
@@ -64,7 +55,7 @@ def show_page() -> None:
     show_code(shlex.join(["fsdp-inspect", "store", "index", folder]), key="index")
     words = ["fsdp-inspect", "store", "query", " ".join((asked or sql).split()), "--runs", folder]
     show_code(shlex.join(words), key="query")
-    if not found.is_complete:
+    if not is_complete:
         show_reading(folder, entries)
 
 

@@ -15,11 +15,9 @@ from fsdp_inspect.catalog.trends import (
 )
 from fsdp_inspect.columns import format_value
 from fsdp_inspect.formatting import plural
-from fsdp_inspect_app import catalog_reading, loading
 from fsdp_inspect_app.app_pages.trends.charts import MOST_SERIES, draw_trend
 from fsdp_inspect_app.cards import show_card, show_chart_card, show_headline, show_note, show_text
-from fsdp_inspect_app.catalog_reading import KnownCatalog, index_of, show_reading
-from fsdp_inspect_app.empty_states import show_no_runs
+from fsdp_inspect_app.catalog_reading import KnownCatalog, open_page, show_reading
 from fsdp_inspect_app.run_filters import pick_filter
 from fsdp_inspect_app.selection import BASELINE_KEY, WITH_KEY, follow, link, page_link
 from fsdp_inspect_app.wording import code, plain
@@ -36,17 +34,10 @@ _MOST_CHANGES = 20
 
 def show_page() -> None:
     """Show the headline, the pickers, the chart and the change points."""
-    folder, entries = str(loading.runs_folder()), loading.list_entries()
-    if not entries:
-        show_no_runs()
+    opened = open_page()
+    if opened is None:
         return
-    index = index_of(folder)
-    found = index.find(entries, patience_s=catalog_reading.PATIENCE_S)
-    catalog = index.catalog()
-    if catalog is None:
-        show_headline("Reading the runs\\.")
-        show_reading(folder, entries)
-        return
+    folder, entries, catalog, is_complete = opened
     answer = st.container()
     metric, axis, split = _pick(catalog)
     with st.container(horizontal=True, vertical_alignment="bottom"):
@@ -60,7 +51,7 @@ def show_page() -> None:
         return
     _show_chart(trend)
     _show_changes(trend)
-    if not found.is_complete:
+    if not is_complete:
         show_reading(folder, entries)
 
 
