@@ -375,6 +375,8 @@ class _OneDevice(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+            return func(args[0])  # most calls read a property
         if func in _CHUNKS:
             return _chunk(*args, **(kwargs or {}))
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:

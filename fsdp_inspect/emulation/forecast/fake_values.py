@@ -7,6 +7,7 @@ value does decide sizes, a forecast cannot know them; the record shows where the
 
 from __future__ import annotations
 
+import functools
 import math
 import traceback
 from collections.abc import Callable, Mapping
@@ -52,8 +53,12 @@ class ValuelessTensors(QuickFakeTensorMode):  # type: ignore[no-untyped-call]
             return super().dispatch(_NEW_EMPTY, types, (args[0], shape), {})
         if func is _ASKING and (known := self.values.find(args[0])) is not None:
             return known
+        shortcut = _find_shortcut(func)
         try:
-            result = super().dispatch(func, types, args, kwargs)
+            if shortcut is not None:
+                result = shortcut(args, kwargs or {})
+            else:
+                result = super().dispatch(_ALIKE.get(func, func), types, args, kwargs)
             self.values.follow(func, args, result)
             return result
         except DataDependentOutputException:
@@ -78,6 +83,27 @@ def _grouped_shape(
         assert offsets is not None
         return [offsets.shape[0], rows, columns]
     return [rows, columns]
+
+
+_ALIKE = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
+"""Operators that torch does not keep, and those that it keeps and whose storages are the same."""
+_DRAWN = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
+
+@functools.cache
+def _find_shortcut(func: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any] | None:
+    """A function that does what an operator does to storages; None: torch's own way is short.
+
+    On fake tensors, torch runs these operators in full. Without values, they write nothing.
+    """
+    if func in _DRAWN:
+        return lambda args, _: args[0]
+    schema = schema_of(func)
+    if schema is not None and schema.name.startswith("fsdp::") and not schema.returns:
+        return lambda *_: None
+    if schema is not None and schema.name.startswith("profiler::"):
+        return lambda args, named: func(*args, **named)
+    return None
 
 
 def _zero(dtype: torch.dtype) -> complex:

@@ -34,7 +34,7 @@ def make(of: Mapping[str, Any]) -> torch.Tensor:
         if of["view"] == "transposed":
             tensor = tensor.transpose(0, -1)
         elif of["view"] == "offset":
-            tensor = tensor[1:]
+            tensor = tensor.narrow(0, 1, len(tensor) - 1)  # an index asks for a CUDA device
         elif of["view"] == "imaginary" and tensor.is_complex():
             tensor = tensor.imag
         elif of["view"] == "conjugate":
@@ -109,3 +109,21 @@ def test_torch_checks_each_cached_operation_of_a_forecast(
     with torch._dynamo.config.patch(fake_tensor_cache_crosscheck_enabled=True):
         forecast_memory(build, tmp_path / "run", world_size=4, settings={"preset": "tiny"})
     assert checked > 100
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("operator", [torch.Tensor.t, torch.Tensor.exp])
+def test_a_tensor_of_a_kept_shape_is_like_one_that_torch_makes(operator: Any, device: str) -> None:
+    with QuickFakeTensorMode():
+        argument = torch.empty(2, 3, device=device)
+        made = operator(argument)
+        before = FakeTensorMode.cache_info().hits
+        kept = operator(argument)
+        assert FakeTensorMode.cache_info().hits == before + 1
+        assert vars(kept) == vars(made)
+        assert (kept.device, kept.stride()) == (made.device, made.stride())
+        assert torch._C._dispatch_keys(kept) == torch._C._dispatch_keys(made)
+        shared = [each.untyped_storage()._cdata for each in (argument, made, kept)]
+        assert len(set(shared)) == (3 if operator is torch.Tensor.exp else 1)
+        assert kept.data_ptr() == made.data_ptr() == 0  # `copy.deepcopy` asks
