@@ -39,7 +39,7 @@ def build(config: str | None = None, **settings: Any) -> ForecastTarget:
         rank=0, local_rank=0, world_size=dist.get_world_size(), device=torch.device("cpu")
     )
     prepared = prepare(checked, runtime)
-    model = build_parallel_model(prepared.recipe, prepared.parallelism, runtime)
+    model = build_parallel_model(prepared.recipe, prepared.parallelism, runtime, initializes=False)
     optimizer = make_optimizer(model, prepared.config)
     reporter = make_reporter(prepared.config.steps, 0, is_first=False)
     loop = TrainingLoop(prepared, model, optimizer, NoRecorder(), reporter)

@@ -125,11 +125,12 @@ def make_shape(config: TrainerConfig) -> ModelShape:
     return shape
 
 
-def materialize(model: nn.Module, device: torch.device, *, offload: bool, seed: int) -> None:
+def materialize(model: nn.Module, device: torch.device, *, offload: bool, seed: int | None) -> None:
     """Allocate and initialize the weights of a sharded model that is on the meta device.
 
     Each full weight depends only on the seed and its name, so any number of ranks starts with the
-    same weights. A rank holds one full weight at a time.
+    same weights. A rank holds one full weight at a time. Without a seed, the weights are only
+    allocated: fake tensors have no values.
     """
     if not isinstance(model, Decoder) or next(model.parameters()).device.type != "meta":
         return
@@ -139,6 +140,8 @@ def materialize(model: nn.Module, device: torch.device, *, offload: bool, seed: 
             module.register_buffer(name, buffer.to(device), persistent=False)
     model.reset_buffers()
     model.tie_weights()
+    if seed is None:
+        return
     for name, parameter in model.named_parameters():
         _initialize(parameter, strip_wrappers(name), model, seed)
 

@@ -33,18 +33,19 @@ class Parallelism:
 
 
 def build_parallel_model(
-    recipe: ModelRecipe, parallelism: Parallelism, runtime: Runtime
+    recipe: ModelRecipe, parallelism: Parallelism, runtime: Runtime, *, initializes: bool = True
 ) -> nn.Module:
-    """Build a sharded model with its initial weights, on this rank's device.
+    """Build a sharded model on this rank's device, with its initial weights if `initializes`.
 
     torch requires this order: checkpoint wrappers innermost, compiled modules around them, FSDP's
     hooks outermost, where the compiler does not trace.
     """
     plan = parallelism.plan
+    seed = recipe.config.seed if initializes else None
     model = recipe.build_for_sharding()
     apply_checkpointing(model, plan.checkpointing)
     if parallelism.config is not None:
-        materialize(model, runtime.device, offload=False, seed=recipe.config.seed)
+        materialize(model, runtime.device, offload=False, seed=seed)
         wrapped = wrap_model(model.to(runtime.device), plan, parallelism.config, runtime)
         compile_modules(wrapped, parallelism.compiled)  # graphs of SimpleFSDP communicate
         return wrapped
@@ -59,7 +60,7 @@ def build_parallel_model(
             warnings.simplefilter("ignore", UserWarning)  # rank 0 prints the same warning
         apply_plan(model, plan, mesh)
     offload = any(unit.offload != "none" for unit in plan.units)
-    materialize(model, runtime.device, offload=offload, seed=recipe.config.seed)
+    materialize(model, runtime.device, offload=offload, seed=seed)
     return model
 
 
