@@ -157,11 +157,7 @@ def measure_summary(run: RunSource) -> Summary:
             stops=stops,
             kernels=find_profile(run),
             uneven=measure_uneven_work(run, late.rank) if isinstance(late, Straggler) else None,
-            threads={
-                record.rank: (record.host_work.num_threads, record.host_work.num_cores)
-                for record in run.ranks
-                if record.host_work is not None
-            },
+            records=run.ranks,
             fault=training.faults[0] if training and training.faults else None,
         )
     )

@@ -17,6 +17,8 @@ If both lead to a GPU in MIG mode, the sampler takes its only instance. If there
 instances, it samples none.
 """
 
+import contextlib
+import functools
 import math
 import os
 import threading
@@ -26,8 +28,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+from fsdp_inspect.trace.host_work import parse_cores, write_cores
 from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable
 
 _STOP_TIMEOUT_S = 2.0
@@ -163,6 +166,45 @@ def _pci_bus_id(properties: Any) -> str | None:
         return f"{domain:08x}:{bus:02x}:{properties.pci_device_id:02x}.0"
     except AttributeError:
         return None
+
+
+# --- Find the cores of the process, and whether they are near its GPU.
+
+
+class CorePlaces(NamedTuple):
+    """Where a process may run, and where its GPU is; see `HostActivity`."""
+
+    cores: str
+    core_nodes: list[int]
+    device_node: int | None
+
+
+def find_cores(cuda_index: int | None) -> CorePlaces:
+    """The cores and NUMA nodes of this thread, and the node of its GPU; unknown off Linux.
+
+    Args:
+        cuda_index: torch's index of the GPU; None: there is none.
+    """
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    return _find_places(frozenset(own), cuda_index)
+
+
+@functools.lru_cache(maxsize=2)
+def _find_places(
+    own: frozenset[int], cuda_index: int | None, system: Path = Path("/sys")
+) -> CorePlaces:
+    nodes = []
+    with contextlib.suppress(OSError, ValueError):
+        for folder in (system / "devices/system/node").glob("node[0-9]*"):
+            if own & parse_cores((folder / "cpulist").read_text()):
+                nodes.append(int(folder.name.removeprefix("node")))
+    near = -1
+    with contextlib.suppress(Exception):  # torch without CUDA, a container without sysfs
+        address = None if cuda_index is None else identify_gpu(cuda_index).pci_bus_id
+        if address is not None:
+            device = system / "bus/pci/devices" / address[4:]  # sysfs has 4 digits of the domain
+            near = int((device / "numa_node").read_text())
+    return CorePlaces(write_cores(own), sorted(nodes), near if near >= 0 else None)
 
 
 def _visible_devices() -> list[str]:

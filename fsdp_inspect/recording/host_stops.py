@@ -22,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.recording.code_places import OWN_PACKAGES, CodePlaces
+from fsdp_inspect.recording.devices import find_cores
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.compilations import read_compilations
 from fsdp_inspect.recording.torch_api.overrides import unseen
@@ -36,6 +37,7 @@ from fsdp_inspect.trace.host_work import (
     BatchWork,
     HostActivity,
     HostStop,
+    parse_cores,
 )
 
 _READS = {
@@ -263,6 +265,7 @@ class StopCounter:
             )
             for (what, place, phase, unit), (count, duration_ns, steps) in self._total.items()
         ]
+        places = find_cores(torch.cuda.current_device() if self._on_device else None)
         return HostActivity(
             num_steps=self._num_steps,
             num_read_steps=self._num_read_steps,
@@ -270,7 +273,10 @@ class StopCounter:
             sees_reads=self._sees_reads,
             batches=list(self._batches),
             num_threads=torch.get_num_threads(),
-            num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+            num_cores=len(parse_cores(places.cores)),
+            cores=places.cores,
+            core_nodes=places.core_nodes,
+            device_node=places.device_node,
         )
 
 

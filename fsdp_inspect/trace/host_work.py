@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -21,6 +21,8 @@ LEAST_SWAP_BYTES = 64 << 20
 """Less swapped-out memory of a process, or a smaller change of it, is not worth a sentence."""
 MOST_STOPS = 200
 """Lines of one rank that are kept, each with its kind of call."""
+_LAST_CORE = 1 << 14
+"""Linux numbers at most 8,192 cores."""
 MOST_BATCHES = 256
 """Steps whose batches are kept: the last ones."""
 
@@ -75,6 +77,17 @@ class HostActivity(Record):
     """Threads of torch's operators; 0: unknown."""
     num_cores: Amount = 0
     """Cores on which the process may run; 0: unknown."""
+    cores: Text = ""
+    """The numbers of these cores, as Linux writes them: `0-3,8`. Empty: unknown."""
+    core_nodes: list[Index] = Field(default_factory=list)
+    """The NUMA nodes of these cores; empty: unknown."""
+    device_node: Index | None = None
+    """The NUMA node of the rank's GPU; None: unknown, or no GPU."""
+
+    @property
+    def core_numbers(self) -> frozenset[int]:
+        """The cores on which the process may run; empty: unknown."""
+        return parse_cores(self.cores)
 
     def with_units(self, numbers: Sequence[int]) -> HostActivity:
         """The same with other numbers of the units; `numbers` has one for each old number."""
@@ -83,3 +96,26 @@ class HostActivity(Record):
             for stop in self.stops
         ]
         return self.model_copy(update={"stops": stops})
+
+
+def parse_cores(text: str) -> frozenset[int]:
+    """The numbers in a list of Linux, `0-3,8`; empty if it is no such list."""
+    numbers: set[int] = set()
+    for part in text.strip().split(",") if text.strip() else ():
+        first, *rest = part.split("-")
+        last = rest[0] if len(rest) == 1 else first if not rest else ""
+        if not (first.isdigit() and last.isdigit()) or int(last) > _LAST_CORE:
+            return frozenset()
+        numbers.update(range(int(first), int(last) + 1))
+    return frozenset(numbers)
+
+
+def write_cores(numbers: Iterable[int]) -> str:
+    """Numbers as Linux writes them: `0-3,8`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in parts)

@@ -4,6 +4,7 @@ import pytest
 
 from fsdp_inspect.analysis.batch_work import UnevenWork
 from fsdp_inspect.analysis.host_stops import HostStopCost
+from fsdp_inspect.analysis.placement import FarDevice, SharedCores
 from fsdp_inspect.analysis.trust import RunDelay, Trust
 from fsdp_inspect.analysis.verdict import (
     COMPARE_PLANS,
@@ -678,13 +679,32 @@ def test_a_straggler_with_more_tokens_in_few_steps_is_not_explained_by_them():
     assert "tokens" not in verdict.because
 
 
-def test_more_threads_than_cores_name_the_setting():
-    verdict = words_of(trust=without_cores(0.5), threads=(8, 1))
-    assert verdict.next_steps[0].startswith(
-        "Set OMP_NUM_THREADS=1 or less: torch runs 8 threads on 1 core."
-    )
-    assert (
-        "OMP_NUM_THREADS=1" not in words_of(trust=without_cores(0.5), threads=(1, 8)).next_steps[0]
+@pytest.mark.parametrize(
+    ("shared", "step"),
+    [
+        ((8, 1, 1), "Set OMP_NUM_THREADS=1 or less: torch runs 8 threads on 1 core."),
+        (
+            (32, 8, 4),
+            "Set OMP_NUM_THREADS=2 or less: 4 ranks with 32 threads of torch in all share 8 cores.",
+        ),
+        (
+            (8, 2, 8),
+            "Start fewer ranks on this host, or give the job more cores: 8 ranks share 2 cores.",
+        ),
+        ((1, 8, 1), "Give each rank cores of its own"),
+    ],
+)
+def test_too_few_cores_name_the_setting(shared, step):
+    verdict = words_of(trust=without_cores(0.5), shared_cores=SharedCores(*shared))
+    assert verdict.next_steps[0].startswith(step)
+
+
+def test_a_rank_far_from_its_gpu_is_named():
+    far = FarDevice(rank=3, core_nodes=(0,), device_node=1, num_ranks=2)
+    verdict = words_of(trust=without_cores(0.5), far_device=far)
+    assert verdict.next_steps[0] == (
+        "Run each process on the NUMA node of its GPU: numactl --cpunodebind=1 --membind=1 for "
+        "rank 3, whose cores are on node 0, and 1 other rank. What it gains is unknown."
     )
 
 

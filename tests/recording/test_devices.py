@@ -453,3 +453,28 @@ def test_forked_child_neither_samples_nor_waits_for_the_thread_it_does_not_have(
     _, status = os.waitpid(child, 0)
     sampler.stop()
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_the_nodes_of_a_process_and_of_its_gpu_come_from_sysfs(tmp_path, monkeypatch):
+    identity = GpuIdentity((), "00000000:3b:00.0", 0)
+    monkeypatch.setattr(devices, "identify_gpu", lambda index: identity)
+    for node, cores in enumerate(("0-3,8", "4-7", "9")):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+    device = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    device.mkdir(parents=True)
+    for written, node in (("1\n", 1), ("-1\n", None)):  # -1: a machine with one node
+        (device / "numa_node").write_text(written)
+        devices._find_places.cache_clear()
+        found = devices._find_places(frozenset({2, 8, 9}), 0, tmp_path)
+        assert found == ("2,8-9", [0, 2], node)
+    assert devices._find_places(frozenset({4}), None, tmp_path) == ("4", [1], None)
+    assert devices._find_places(frozenset({4}), 0, tmp_path / "none") == ("4", [], None)
+    devices._find_places.cache_clear()
+
+
+def test_the_cores_of_this_process_are_those_of_the_system():
+    found = devices.find_cores(None)
+    assert devices.parse_cores(found.cores) == os.sched_getaffinity(0)
+    assert found.device_node is None

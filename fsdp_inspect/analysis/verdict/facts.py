@@ -7,6 +7,7 @@ from enum import StrEnum
 from fsdp_inspect.analysis.batch_work import UnevenWork
 from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.kernels import Kernels
+from fsdp_inspect.analysis.placement import FarDevice, SharedCores
 from fsdp_inspect.analysis.trust import CORES_RATIO, Trust
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.trace.host_work import COLLECTION
@@ -218,8 +219,10 @@ class StepFacts:
     """The batches of the straggler against those of the other ranks; None: not larger."""
     kernels: Kernels | None = None
     """The kernels of profiled steps; None: no step was profiled."""
-    threads: tuple[int, int] | None = None
-    """Threads and cores of the rank that lacks cores; None: unknown."""
+    shared_cores: SharedCores | None = None
+    """The cores of the rank that lacks cores; None: unknown."""
+    far_device: FarDevice | None = None
+    """A rank on another NUMA node than its GPU; None: none is known."""
     contradiction: str | None = None
     """The contradiction between the run and its plan, as a sentence; None: there is none."""
 

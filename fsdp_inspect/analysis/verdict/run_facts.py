@@ -5,7 +5,7 @@ median rank, and causes and longest waits are known for the run only. So the ver
 ranks read the events of one rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.memory.peak import Memory, RankMemory
+from fsdp_inspect.analysis.placement import SharedCores, find_far_device, find_shared_cores
 from fsdp_inspect.analysis.plan_check.check import PlanCheck
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.step_selection import inspected_rank
@@ -43,7 +44,7 @@ from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
-from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SharderTraits, traits_of
 
 _SHARDED = frozenset({EventKind.ALL_GATHER.label, EventKind.REDUCE_SCATTER.label})
@@ -99,8 +100,8 @@ class Answers:
     """The kernels of profiled steps; None: no step was profiled."""
     uneven: UnevenWork | None = None
     """The batches of the straggler."""
-    threads: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Threads of torch and cores, by rank."""
+    records: Sequence[RankRecord] = ()
+    """What the ranks say of their processes."""
     fault: TrainingFault | None = None
     """The first mistake of the training itself."""
 
@@ -246,7 +247,8 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         stop=answers.stops.largest if answers.stops else None,
         reads=answers.stops.reads if answers.stops else (),
         uneven=answers.uneven,
-        threads=_threads(answers),
+        shared_cores=_shared_cores(answers),
+        far_device=find_far_device(answers.records),
         kernels=answers.kernels,
         first_gather=_first_gather(answers),
         **_named_parts(answers),
@@ -256,11 +258,9 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
     )
 
 
-def _threads(answers: Answers) -> tuple[int, int] | None:
-    """Threads and cores of the rank that lacks cores most; each rank gets its part of a host."""
+def _shared_cores(answers: Answers) -> SharedCores | None:
     delay = answers.trust.run_delay
-    threads, cores = (0, 0) if delay is None else answers.threads.get(delay.rank, (0, 0))
-    return (threads, cores) if threads and cores else None
+    return None if delay is None else find_shared_cores(answers.records, delay.rank)
 
 
 def _sharder(answers: Answers) -> SharderTraits:

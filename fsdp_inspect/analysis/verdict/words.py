@@ -26,6 +26,7 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_unit,
     listed,
+    plural,
 )
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.store.reduction.order_wording import shorten_place
@@ -180,6 +181,7 @@ def _phrase_host(facts: StepFacts) -> Words:
         "Reduce the host's work relative to the device's: torch.compile, a larger "
         f"microbatch{fewer_units}.",
         _name_reads(facts.reads),
+        *_name_far_device(facts),
     ]
     if _may_name_plans(facts) and facts.sharder.prefetch_ahead:
         steps.append(
@@ -237,6 +239,7 @@ def _phrase_host_or_compute(facts: StepFacts) -> Words:
             "`fsdp-inspect import` the trace.",
             "Reduce the host's work: torch.compile, a larger microbatch, no synchronisations "
             "(.item(), printing a loss, .cpu()).",
+            *_name_far_device(facts),
         ),
     )
 
@@ -254,6 +257,7 @@ def _phrase_cores(facts: StepFacts) -> Words:
         "part, so a late rank, a wait or a slow unit may be a missing core.",
         (
             *_name_threads(facts),
+            *_name_far_device(facts),
             "Give each rank cores of its own: fewer threads (OMP_NUM_THREADS) and loader workers, "
             "no other programs, a larger CPU quota.",
             "Record the run again on free cores before you compare times or plans.",
@@ -262,13 +266,36 @@ def _phrase_cores(facts: StepFacts) -> Words:
 
 
 def _name_threads(facts: StepFacts) -> Iterator[str]:
-    """The setting of a rank with more threads than cores."""
-    if facts.threads is not None and facts.threads[0] > facts.threads[1]:
-        threads, cores = facts.threads
+    """The setting of ranks with more threads than cores."""
+    shared = facts.shared_cores
+    if shared is None or shared.threads <= shared.cores:
+        return
+    cores = plural(shared.cores, "core")
+    if shared.threads == shared.ranks:
         yield (
-            f"Set OMP_NUM_THREADS={cores} or less: torch runs {threads} threads on "
-            f"{cores} {'core' if cores == 1 else 'cores'}. Or give each rank more cores "
-            "(--cpus-per-task, taskset, numactl)."
+            f"Start fewer ranks on this host, or give the job more cores: {shared.ranks} ranks "
+            f"share {cores}."
+        )
+        return
+    who = f"torch runs {shared.threads} threads on {cores}"
+    if shared.ranks > 1:
+        who = f"{shared.ranks} ranks with {shared.threads} threads of torch in all share {cores}"
+    yield (
+        f"Set OMP_NUM_THREADS={shared.threads_of_each} or less: {who}. Or give each rank more "
+        "cores (--cpus-per-task, taskset, numactl)."
+    )
+
+
+def _name_far_device(facts: StepFacts) -> Iterator[str]:
+    """The setting of ranks that run far from their GPU."""
+    far = facts.far_device
+    if far is not None:
+        nodes = listed([str(node) for node in far.core_nodes], 4)
+        others = f", and {plural(far.num_ranks - 1, 'other rank')}" if far.num_ranks > 1 else ""
+        yield (
+            "Run each process on the NUMA node of its GPU: numactl "
+            f"--cpunodebind={far.device_node} --membind={far.device_node} for rank {far.rank}, "
+            f"whose cores are on node {nodes}{others}. What it gains is unknown."
         )
 
 
