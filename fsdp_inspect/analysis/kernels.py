@@ -64,6 +64,10 @@ class KernelCost:
     """Time / compute of the step; None for communication and memory copies."""
     peak_ratio: float | None
     """Operations / time / peak of the device; None if one of them is unknown."""
+    moved_bytes: int | None
+    """Bytes that the kernels of known shapes read and write at least; None: no kernel has them."""
+    bandwidth_ratio: float | None
+    """These bytes / time of these kernels / memory bandwidth of the device; None: unknown."""
 
 
 _COUNTS = (
@@ -94,6 +98,13 @@ _COUNTS = (
         MetricUnit.RATIO,
         "operations / time / peak rate of the device; unknown without shapes",
         label="of peak",
+    ),
+    value_column(
+        "bandwidth_ratio",
+        MetricUnit.RATIO,
+        "bytes that elementwise kernels, norms and copies of known shapes move at least / their "
+        "time / memory bandwidth of the device",
+        label="of bandwidth",
     ),
 )
 _KIND = text_column("kind", "kind of work, by the name and phase of the kernel")
@@ -217,7 +228,9 @@ def sum_up(run: RunSource, rank: int, record: KernelRecord) -> Kernels:
     units = {unit.index: unit.fqn for unit in run.manifest.units}
     peak, source = _peak(run)
     num_steps = max(len(record.steps), 1)
-    sums = _Sums(num_steps, peak, record.on_device)
+    gpu = find_gpu(run.manifest.device_name)
+    bandwidth = None if gpu is None else gpu.memory_bytes_per_s
+    sums = _Sums(num_steps, peak, bandwidth, record.on_device)
     rows = list(_rows(record))
     sums.compute_ns = sum(
         values["time_ns"] for keys, values in rows if KernelKind(keys["kind"]).is_compute
@@ -262,6 +275,7 @@ def _rows(record: KernelRecord) -> Iterable[_Row]:
 class _Sums:
     num_steps: int
     peak: float | None
+    bandwidth: float | None
     on_device: bool
     compute_ns: int = 0
     """Over all steps."""
@@ -297,6 +311,8 @@ class _Sums:
         kind = KernelKind(known["kind"])
         flops, time_ns = total["flops"], total["time_ns"]
         rate = flops / (time_ns / 1e9) if flops and time_ns else None
+        moved, moved_ns = total["moved_bytes"], total["moved_ns"]
+        moves = moved / (moved_ns / 1e9) if moved and moved_ns else None
         return KernelCost(
             fqn=units.get(known["unit"]) if "unit" in known else None,
             phase=Phase(known["phase"]).label if "phase" in known else "",
@@ -313,6 +329,8 @@ class _Sums:
             if kind.is_compute and self.compute_ns
             else None,
             peak_ratio=rate / self.peak if rate and self.peak else None,
+            moved_bytes=moved // self.num_steps or None,
+            bandwidth_ratio=moves / self.bandwidth if moves and self.bandwidth else None,
         )
 
 

@@ -28,7 +28,7 @@ from fsdp_inspect.importing.host_rows import data_rows, operators_named, place_i
 from fsdp_inspect.importing.kernel_rows import (
     KernelClass,
     KernelSpans,
-    find_operations,
+    find_work,
     sum_kernels,
     unit_at,
 )
@@ -170,7 +170,7 @@ class DeviceRows:
 
         compute = spans(KernelClass.COMPUTE, work.compute, work.compute_issues)
         parts = [
-            replace(compute, flops=find_operations(self.trace, work.compute)),
+            replace(compute, work=find_work(self.trace, work.compute)),
             KernelSpans.of_communication(work.comms, in_run[owners.unit], self.phases),
             spans(KernelClass.MEMORY_COPY, work.copies, work.copy_issues),
         ]

@@ -18,7 +18,13 @@ from fsdp_inspect.importing.collective_rows import (
 )
 from fsdp_inspect.importing.communications import Communications, Issues, gloo_threads
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
-from fsdp_inspect.importing.kernel_rows import KernelClass, KernelSpans, sum_kernels, unit_at
+from fsdp_inspect.importing.kernel_rows import (
+    KernelClass,
+    KernelSpans,
+    OperatorWork,
+    sum_kernels,
+    unit_at,
+)
 from fsdp_inspect.importing.kineto_events import (
     Category,
     EventColumns,
@@ -207,7 +213,11 @@ class HostRows:
                 self.phases.phase_of(work.thread, work.start_ns),
                 work.start_ns,
                 work.end_ns,
-                work.flops,
+                OperatorWork(
+                    np.where(begins, work.flops, 0),
+                    np.where(begins, work.moved_bytes, 0),
+                    work.moved_bytes > 0,
+                ),
                 begins,
             ),
             KernelSpans.of_communication(comms, in_run[owners.unit], self.phases),
@@ -307,8 +317,7 @@ def _own_pieces(
         begins.append(np.zeros(len(painted.span), dtype=bool))
         begins[-1][first] = True
         pieces = own.where(painted.span)
-        flops = np.where(begins[-1], pieces.flops, 0)
-        parts.append(replace(pieces, start_ns=painted.starts, end_ns=painted.ends, flops=flops))
+        parts.append(replace(pieces, start_ns=painted.starts, end_ns=painted.ends))
     pieces = join_columns(parts)
     computes = np.array(
         ["::" in name and not name.startswith(_NO_COMPUTE) for name in names], dtype=bool

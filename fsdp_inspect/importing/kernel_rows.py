@@ -31,6 +31,7 @@ Int64Array = NDArray[np.int64]
 
 _FUSABLE = (KernelKind.ELEMENTWISE, KernelKind.NORMALISATION)
 _WITH_OPERATIONS = (KernelKind.MATRIX_PRODUCT, KernelKind.ATTENTION)
+_WITH_BYTES = (*_FUSABLE, KernelKind.COPY, KernelKind.OTHER)
 
 
 class KernelClass(IntEnum):
@@ -52,7 +53,7 @@ class KernelSpans:
     phase: NDArray[np.integer]
     start_ns: Int64Array
     end_ns: Int64Array
-    flops: Int64Array | None = None
+    work: "OperatorWork | None" = None
     begins: NDArray[np.bool_] | None = None
     """Whether each span is the first piece of its operator; None: spans are whole kernels."""
 
@@ -78,25 +79,51 @@ def unit_at(ranges: UnitRanges, issues: Issues) -> Int64Array:
     return np.where(in_backward != NO_UNIT, in_backward, unit)
 
 
-def find_operations(trace: KinetoTrace, kernels: EventColumns) -> Int64Array:
-    """The operations of each kernel. An operator's operations belong to its longest product."""
+@dataclass(frozen=True, slots=True)
+class OperatorWork:
+    """What the shapes of operators say of their kernels; arrays of shape (n,)."""
+
+    flops: Int64Array
+    moved_bytes: Int64Array
+    knows_bytes: NDArray[np.bool_]
+    """Kernels of operators whose bytes are known; one of them has all bytes of its operator."""
+
+
+def find_work(trace: KinetoTrace, kernels: EventColumns) -> OperatorWork:
+    """The operations and bytes of each kernel. Those of an operator belong to its longest one."""
     operators = trace.events[Category.OPERATOR]
-    operators = operators.where((operators.flops > 0) & (operators.external >= 0))
-    flops = np.zeros(len(kernels), dtype=np.int64)
-    if len(operators) == 0:
-        return flops
-    is_product = np.array(
-        [compute_kind_of(name) in _WITH_OPERATIONS for name in trace.names], dtype=bool
-    )
-    order = np.argsort(operators.external, kind="stable")
-    ids = operators.external[order]
+    kinds = np.array([compute_kind_of(name) for name in trace.names], dtype=np.int64)
+    kind = kinds[kernels.name]
+    flops, _ = _give(operators, operators.flops, kernels, np.isin(kind, _WITH_OPERATIONS))
+    moved, knows = _give(operators, operators.moved_bytes, kernels, np.isin(kind, _WITH_BYTES))
+    return OperatorWork(flops, moved, knows)
+
+
+def _give(
+    operators: EventColumns,
+    amounts: Int64Array,
+    kernels: EventColumns,
+    is_chosen: NDArray[np.bool_],
+) -> tuple[Int64Array, NDArray[np.bool_]]:
+    """Give the amount of each operator to its longest chosen kernel.
+
+    Returns:
+        The amounts of the kernels, and a mask of the chosen kernels of operators with an amount.
+    """
+    given = np.zeros(len(kernels), dtype=np.int64)
+    known = np.flatnonzero((amounts > 0) & (operators.external >= 0))
+    if len(known) == 0:
+        return given, given > 0
+    known = known[np.argsort(operators.external[known], kind="stable")]
+    ids = operators.external[known]
     place = np.minimum(np.searchsorted(ids, kernels.external), len(ids) - 1)
-    linked = np.flatnonzero((ids[place] == kernels.external) & is_product[kernels.name])
+    is_linked = (ids[place] == kernels.external) & is_chosen
+    linked = np.flatnonzero(is_linked)
     longest = linked[np.argsort((kernels.end_ns - kernels.start_ns)[linked], kind="stable")[::-1]]
     _, first = np.unique(place[longest], return_index=True)
     chosen = longest[first]
-    flops[chosen] = operators.flops[order[place[chosen]]]
-    return flops
+    given[chosen] = amounts[known[place[chosen]]]
+    return given, is_linked
 
 
 def sum_kernels(
@@ -137,7 +164,9 @@ def sum_kernels(
                 "sum_ns": duration_ns[inside],
                 "gap_ns": gap_ns[inside],
                 "time_ns": zero,
-                "flops": zero if part.flops is None else part.flops[inside],
+                "flops": zero if part.work is None else part.work.flops[inside],
+                "moved_bytes": zero if part.work is None else part.work.moved_bytes[inside],
+                "moved_ns": zero,
                 "fusable_ns": _fusable(part, kind)[inside],
             }
         )
@@ -149,6 +178,9 @@ def sum_kernels(
                 "step": step,
                 **dict.fromkeys(KERNEL_SUMS, nothing),
                 "time_ns": time_ns,
+                "moved_ns": nothing
+                if part.work is None
+                else np.where(part.work.knows_bytes[chosen], time_ns, 0),
             }
         )
     summed = _summed(

@@ -35,10 +35,12 @@ from fsdp_inspect.importing.messages import (
     CollectiveMessage,
     EventArguments,
     MessageReader,
+    dtype_code_of_name,
     read_whole,
 )
 from fsdp_inspect.importing.trace_file import ImportLimits, OnProgress, return_freed_memory
 from fsdp_inspect.importing.trace_sources import read_trace_blocks
+from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE
 
 Int64Array = NDArray[np.int64]
 Int32Array = NDArray[np.int32]
@@ -164,6 +166,8 @@ class EventColumns:
     """Shared id of a device event and its host operator; -1: none."""
     flops: Int64Array
     """Floating-point operations of a host operator with shapes; 0: unknown, or none."""
+    moved_bytes: Int64Array
+    """Bytes that a host operator with shapes reads and writes; 0: unknown, or none."""
 
     def __len__(self) -> int:
         return len(self.name)
@@ -416,7 +420,7 @@ class _Columns:
         first = count = 0
         parts = self._parts[Category.OPERATOR]
         for place, part in enumerate(parts):
-            kept = np.flatnonzero(tells[part.name] | (part.flops > 0))
+            kept = np.flatnonzero(tells[part.name] | (part.flops > 0) | (part.moved_bytes > 0))
             moved = enumerate((first + kept).tolist(), count)
             new.update({position: old[before] for position, before in moved if before in old})
             first, count = first + len(part), count + len(kept)
@@ -449,7 +453,7 @@ class _Columns:
             end_ns=end_ns,
             correlation=_ids([one.correlation for one in arguments]),
             external=_ids([one.external for one in arguments]),
-            flops=self._count_operations(codes, events, arguments),
+            **_count_work(codes, events, arguments),
         )
         says = self._find_messages(codes, columns.name, arguments)
         for category in Category:
@@ -461,19 +465,6 @@ class _Columns:
             for place in np.flatnonzero(says[mine]).tolist():
                 messages[first + place] = self._reader.read(arguments[mine[place]])
             self._counts[category] += len(mine)
-
-    def _count_operations(
-        self, codes: NDArray[np.int8], events: list[Any], arguments: list[EventArguments]
-    ) -> Int64Array:
-        """The operations of the operators whose shapes the trace has. Shape (n,)."""
-        flops = np.zeros(len(events), dtype=np.int64)
-        names = {event.name for event in events}
-        products = {name for name in names if name.startswith(PRODUCT_OPERATORS)}
-        if products:
-            for place, event in enumerate(events):
-                if event.name in products and codes[place] == Category.OPERATOR:
-                    flops[place] = count_operations(event.name, bytes(arguments[place].dims))
-        return flops
 
     def _find_messages(
         self, codes: NDArray[np.int8], names: Int32Array, arguments: list[EventArguments]
@@ -530,7 +521,7 @@ def join_columns(parts: list[EventColumns]) -> EventColumns:
 
 _NO_NUMBERS = np.empty(0, dtype=np.int64)
 _NO_EVENTS = EventColumns(
-    np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32), *(5 * [_NO_NUMBERS])
+    np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32), *(6 * [_NO_NUMBERS])
 )
 
 
@@ -590,7 +581,26 @@ def _id(value: Any) -> int:
     return NOTHING if number is None or number >= _MAX_NS else number
 
 
-# --- Count the floating-point operations of matrix products and attention from their shapes.
+# --- Count the operations of matrix products and attention, and the bytes of operators that are as
+# fast as the memory, from their shapes.
+
+
+def _count_work(
+    codes: NDArray[np.int8], events: list[Any], arguments: list[EventArguments]
+) -> dict[str, Int64Array]:
+    """The columns `flops` and `moved_bytes` of events. Shape (n,)."""
+    flops, moved = (np.zeros(len(events), dtype=np.int64) for _ in range(2))
+    names = {event.name for event in events}
+    products = {name for name in names if name.startswith(PRODUCT_OPERATORS)}
+    movers = {name for name in names if name.removesuffix("_") in _MOVERS}
+    if products or movers:
+        for place in np.flatnonzero(codes == Category.OPERATOR).tolist():
+            name, given = events[place].name, arguments[place]
+            if name in products:
+                flops[place] = count_operations(name, bytes(given.dims))
+            elif name in movers:
+                moved[place] = count_moved_bytes(name, bytes(given.dims), bytes(given.types))
+    return {"flops": flops, "moved_bytes": moved}
 
 
 PRODUCT_OPERATORS = (
@@ -635,3 +645,47 @@ def _attention(name: str, shapes: list[list[int]]) -> int:
     is_backward = name.endswith("_backward")
     query, key = shapes[1:3] if is_backward else shapes[:2]
     return (10 if is_backward else 4) * math.prod(query) * key[-2]
+
+
+_MOVERS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "exp", "sin"),
+        *("cos", "sigmoid", "tanh", "relu", "gelu", "silu", "where", "masked_fill", "clone"),
+        *("sigmoid_backward", "tanh_backward", "threshold_backward", "gelu_backward"),
+        *("silu_backward", "addcmul", "addcdiv", "lerp", "copy", "fill", "zero"),
+        *("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax"),
+        *("_softmax_backward_data", "_log_softmax_backward_data"),
+    )
+)
+"""Operators that read each input once and write one result of the broadcast shape; with a `_` at
+the end, they write the first input. Of norms, the bytes of statistics are left out."""
+_ONLY_WRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
+"""They do not read the tensor that they write."""
+
+
+@lru_cache(maxsize=4096)
+def count_moved_bytes(name: str, dims: bytes, types: bytes) -> int:
+    """The bytes that an operator reads and writes at least; 0: its shapes or dtypes are unknown.
+
+    Args:
+        name: The operator, one of `_MOVERS`.
+        dims: Its `Input Dims`, as JSON.
+        types: Its `Input type`, as JSON.
+    """
+    try:
+        shapes, named = msgspec.json.decode(dims), msgspec.json.decode(types)
+        given = [
+            (shape, ITEMSIZE[DTYPES[dtype_code_of_name(dtype)]])
+            for shape, dtype in zip(shapes, named, strict=True)
+            if shape
+        ]
+        sizes = [math.prod(shape) * itemsize for shape, itemsize in given]
+        if name.endswith("_"):
+            moved = sum(sizes) + (0 if name in _ONLY_WRITES else sizes[0])
+        else:
+            written = np.broadcast_shapes(*(tuple(shape) for shape, _ in given))
+            moved = sum(sizes) + math.prod(written) * given[0][1]
+    except (msgspec.DecodeError, TypeError, ValueError, IndexError, KeyError):
+        return 0
+    return moved if 0 <= moved < _MOST else 0

@@ -16,7 +16,10 @@ from fsdp_inspect.trace.records import SCHEMA_VERSION, Amount, Index, Record
 SMALL_KERNEL_NS = 6_000
 """A shorter kernel takes less time than its host needs to launch it (`hardware.LAUNCH_NS`)."""
 KERNEL_KEYS = ("step", "unit", "phase", "kind", "name")
-KERNEL_SUMS = ("count", "num_small", "sum_ns", "time_ns", "gap_ns", "flops", "fusable_ns")
+KERNEL_SUMS = (
+    *("count", "num_small", "sum_ns", "time_ns", "gap_ns", "flops", "fusable_ns"),
+    *("moved_bytes", "moved_ns"),
+)
 """The columns of `KernelColumns`: those that name a row, and those that add up."""
 _LARGEST_CODE = 127
 
@@ -74,9 +77,16 @@ class KernelColumns(Record):
     fusable_ns: list[Amount] = Field(default_factory=list)
     """Time that one kernel for each run of elementwise kernels would save at most: the run's time
     without its longest kernel. 0 on a CPU."""
+    moved_bytes: list[Amount] = Field(default_factory=list)
+    """Bytes that elementwise operators, norms and copies read and write at least, by their shapes;
+    0: unknown. Runs of earlier versions lack this column and the next one."""
+    moved_ns: list[Amount] = Field(default_factory=list)
+    """The part of `time_ns` of kernels whose bytes are known."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for later in (self.moved_bytes, self.moved_ns):
+            later.extend([0] * (0 if later else len(self.step)))
         columns = [getattr(self, name) for name in type(self).model_fields]
         if len({len(column) for column in columns}) > 1:
             raise ValueError("The columns of the kernels have different lengths.")

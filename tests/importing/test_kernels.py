@@ -1,16 +1,18 @@
 """The kernels of an imported trace by unit, phase and kind."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fsdp_inspect
 from fsdp_inspect.importing.kineto import import_traces
-from fsdp_inspect.importing.kineto_events import count_operations
+from fsdp_inspect.importing.kineto_events import count_moved_bytes, count_operations
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.kernels import KernelKind
+from fsdp_inspect.trace.kernels import KernelColumns, KernelKind
 from tests.importing.kineto_traces import COMM_STREAM, TraceWriter, fsdp2_step
 
 NAMES = (
@@ -127,6 +129,64 @@ def test_operations_of_a_product_belong_to_its_kernel(tmp_path):
 )
 def test_operations_are_counted_from_shapes(name, dims, flops):
     assert count_operations(name, dims.encode()) == flops
+
+
+def test_bytes_of_an_elementwise_operator_belong_to_its_kernel(tmp_path):
+    trace = TraceWriter(deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}])
+    shapes = {"Input Dims": [[1024, 1024]] * 2, "Input type": ["c10::BFloat16"] * 2}
+    trace.operator("aten::mul", 0, 20, **{"External id": 7, **shapes})
+    trace.kernel(NAMES[1], 30, 34, issued=2, **{"External id": 7})
+    trace.kernel(NAMES[1], 40, 60, issued=3)
+    trace.collective("_allgather_base", 60, 70, issued=55)
+    (found,) = (c for c in imported(tmp_path, trace).kernels().kinds if c.kind == "elementwise")
+    assert found.moved_bytes == 3 * 2 * 1024**2
+    assert found.bandwidth_ratio == pytest.approx(found.moved_bytes / 4e-6 / 3.35e12)  # H100 SXM
+
+
+def test_a_record_of_an_earlier_version_has_no_bytes():
+    columns = {"step": [1], "unit": [-1], "phase": [0], "kind": [4], "name": [0]}
+    sums = ("count", "num_small", "sum_ns", "time_ns", "gap_ns", "flops", "fusable_ns")
+    read = KernelColumns(**columns, **{key: [3] for key in sums})
+    assert read.moved_bytes == read.moved_ns == [0]
+
+
+A, B = torch.ones(8, 4), torch.ones(4, dtype=torch.bfloat16)
+CALLS = (
+    ("aten::mul", lambda: A * B, 2 * 128 + 8),
+    ("aten::add_", lambda: A.add_(B), 2 * 128 + 8),
+    ("aten::copy_", lambda: A.copy_(B), 128 + 8),
+    ("aten::zero_", A.zero_, 128),
+    ("aten::silu", lambda: torch.nn.functional.silu(A), 2 * 128),
+    ("aten::native_layer_norm", lambda: torch.nn.functional.layer_norm(A, (4,)), 2 * 128),
+    ("aten::_softmax", lambda: A.softmax(-1), 2 * 128),
+)
+
+
+@pytest.mark.parametrize(("name", "call", "moved"), CALLS, ids=[name for name, *_ in CALLS])
+def test_bytes_are_counted_from_the_shapes_that_torch_writes(tmp_path, name, call, moved):
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        call()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    given = next(event["args"] for event in events if event["name"] == name)
+    shapes = (json.dumps(given[key]).encode() for key in ("Input Dims", "Input type"))
+    assert count_moved_bytes(name, *shapes) == moved
+
+
+@pytest.mark.parametrize(
+    ("dims", "types"),
+    [
+        ("[[2, 3], [4]]", '["float", "float"]'),
+        ("[[2], []]", '["a_new_dtype", ""]'),
+        ("[[], []]", '["Scalar", ""]'),
+        ("[[[2], [3]]]", '["TensorList"]'),
+        ("[[2]]", "[]"),
+        ("", ""),
+        ("[[-4, 2]]", '["float"]'),
+    ],
+)
+def test_bytes_of_unknown_shapes_are_not_counted(dims, types):
+    assert count_moved_bytes("aten::mul", dims.encode(), types.encode()) == 0
 
 
 def test_the_verdict_names_elementwise_kernels_that_a_fused_one_replaces(tmp_path):
