@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fsdp_inspect.analysis.memory.fit import FitVerdict
-from fsdp_inspect.formatting import capitalize, format_bytes, format_count, format_ns, format_ratio
+from fsdp_inspect.formatting import (
+    capitalize,
+    format_bytes,
+    format_count,
+    format_ns,
+    format_ratio,
+    format_setting,
+)
 from fsdp_inspect.report.layout import dim, indented, new_table, section
 from fsdp_inspect.report.output import whole_folder
 from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job
@@ -210,8 +218,20 @@ def describe_shortfall(plan: CapacityPlan) -> Iterable[str]:
     if shortfall.change is not None:
         yield (
             f"The smallest change that fits: {describe_candidate(shortfall.change)}. A device "
-            f"needs at most {format_bytes(shortfall.change_bytes)}. Evaluate it with --fixed."
+            f"needs at most {format_bytes(shortfall.change_bytes)}. Evaluate it with these "
+            f"options: --fixed {_as_options(shortfall.change)}"
         )
+
+
+def _as_options(candidate: Candidate) -> str:
+    """The settings that differ from their defaults, as options of the command."""
+    usual = Candidate()
+    given = {each.name: getattr(candidate, each.name) for each in fields(candidate)}
+    return " ".join(
+        f"--set {name}={format_setting(value)}"
+        for name, value in given.items()
+        if value != getattr(usual, name)
+    )
 
 
 def _with_host(plan: CapacityPlan) -> str:

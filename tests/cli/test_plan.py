@@ -90,6 +90,14 @@ def test_a_shortfall_names_the_memory_of_the_host_and_the_smallest_change_that_f
     assert re.search(r"With 1\.\d+ TiB of host memory, a plan with offload fits", words)
     assert "On 4 GPUs and 1.00 TiB of host memory a plan fits with" in words
     assert "The smallest change that fits: checkpointing full, batch 1, QLoRA" in words
+    long = invoke(
+        "plan", *four, "--gpus-per-node", "4", "--host-memory", "1TiB", "--seq-len", "8192"
+    )
+    assert "batch 1, TP 4, QLoRA of rank 16" in " ".join(long.out.split())
+    settings = re.findall(r"--set \w+=[\w.]+", " ".join(long.out.split()))
+    given = [word for option in settings for word in option.split()]
+    named = invoke("plan", *four, "--gpus-per-node", "4", "--seq-len", "8192", "--fixed", *given)
+    assert named.code == 0
     fitting = invoke("plan", *four, "--gpus-per-node", "4", "--host-memory", "2TiB")
     assert fitting.code == 0
 

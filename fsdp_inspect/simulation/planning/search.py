@@ -529,13 +529,14 @@ _SMALLER: tuple[Mapping[str, Any], ...] = (
 def _find_change(
     job: Job, machine: PlannedMachine, given: Candidate | None
 ) -> tuple[Candidate | None, float]:
-    """The smallest change of a plan that fits, with its memory."""
-    base = given or Candidate(checkpointing="full")
-    for changes in _SMALLER:
-        changed = replace(base, **changes)
-        memory = predict_memory(job, machine, changed)
-        if changed != base and memory.verdict is FitVerdict.FITS:
-            return changed, memory.device.high
+    """The smallest change of a plan that fits, with its memory; offload, which is slow, last."""
+    layouts = sorted(_least(job), key=lambda each: (each.offload, each.tensor_parallel))
+    for base in layouts if given is None else [given]:
+        for changes in _SMALLER:
+            changed = replace(base, **changes)
+            memory = predict_memory(job, machine, changed)
+            if changed != base and memory.verdict is FitVerdict.FITS:
+                return changed, memory.device.high
     return None, 0.0
 
 
@@ -565,7 +566,12 @@ def _find_shortfall(job: Job, machine: PlannedMachine, given: Candidate | None) 
 def _smallest(job: Job, machine: PlannedMachine, gpus: int) -> Iterator[PlannedMemory]:
     """The memory of the candidates with the least of it."""
     larger = replace(job, gpus=gpus, batch_tokens=None)
-    for candidate in list_candidates(larger, batch_sizes=BATCH_SIZES[:1]):
+    return (predict_memory(larger, machine, candidate) for candidate in _least(larger))
+
+
+def _least(job: Job) -> Iterator[Candidate]:
+    """The candidates with the least memory: each mesh without replicas, also with offload."""
+    for candidate in list_candidates(job, batch_sizes=BATCH_SIZES[:1]):
         is_small = (
             candidate.checkpointing == "full"
             and candidate.reshard_after_forward
@@ -575,4 +581,4 @@ def _smallest(job: Job, machine: PlannedMachine, gpus: int) -> Iterator[PlannedM
             and candidate.replicas == 1
         )
         if is_small:
-            yield predict_memory(larger, machine, candidate)
+            yield candidate
