@@ -145,6 +145,7 @@ def test_a_calibrating_run_replaces_the_roofline(invoke):
     assert step["origin"] == "calibrated simulation"
     assert "as in run" in step["assumption"]
     assert "without the run it is -7% to +8%" in step["assumption"]
+    assert "That device is not known to be a" in step["assumption"]  # a CPU run
 
 
 FIXED = ("plan", "--model", "llama-8b", "--gpus", "8", "--preset", "h100-ib400", "--no-forecast",

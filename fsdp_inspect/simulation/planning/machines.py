@@ -91,6 +91,8 @@ def make_machine(
             f"Compute runs at {calibration.flops / 1e12:.3g} TFLOP/s, as in run "
             f"{calibration.run_id} on {calibration.device_name}."
         )
+        if calibration.device_name not in gpu.device_names:
+            compute += f" That device is not known to be a {gpu.name}: the times are its own."
     fast_host, slow_host = HOST_OPTIMIZER_S_PER_BILLION
     speed = Speed(gpu, network, efficiency, (fast_host * slow_host) ** 0.5)
     slower, faster = NETWORK_RATIO
