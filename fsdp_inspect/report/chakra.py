@@ -143,7 +143,7 @@ def _choose_step(run: RunSource, selection: Selection) -> int:
 
 
 def _describe(run: RunSource, graph: StepGraph) -> dict[str, Any]:
-    values = {
+    values: dict[str, bool | int | str] = {
         "schema": "1.0.2-chakra.1.0.0",
         "source": f"fsdp-inspect {__version__}",
         "run": run.manifest.run_id,
