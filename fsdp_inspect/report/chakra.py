@@ -35,6 +35,8 @@ _COMM_TYPES = {
     EventKind.BARRIER: 9,
 }
 """Values of `CollectiveCommType`."""
+_Groups = dict[tuple[int, tuple[int, ...]], int]
+"""The number of each communicator: a process group of the manifest, and its ranks."""
 _FIELDS: Mapping[str, tuple[tuple[str, int, str], ...]] = {
     "AttributeProto": (
         ("name", 1, "string"),
@@ -97,15 +99,15 @@ def write_chakra(
     """
     write = _load_writer()
     step = _choose_step(run, selection)
-    matching = Matching(run.manifest.process_groups, run.manifest.world_size)
-    groups: dict[tuple[int, tuple[int, ...]], int] = {}
+    fqns = {each.index: format_unit(each.fqn) for each in run.manifest.units}
+    groups: _Groups = {}
     graphs, num_nodes, num_collectives = [], 0, 0
     for done, rank in enumerate(selection.ranks, start=1):
         graph = measure_step_graph(run, rank, step)
         with (place / f"step.{rank}.et").open("wb") as stream:
             write(stream, "GlobalMetadata", _describe(run, graph))
             for number, node in enumerate(graph.nodes):
-                write(stream, "Node", _describe_node(run, graph, number, matching, groups))
+                write(stream, "Node", _describe_node(run, graph, number, fqns, groups))
                 num_collectives += node.is_collective
         num_nodes += len(graph.nodes)
         graphs.append((graph.step_time_ns, graph.replayed_ns))
@@ -160,21 +162,16 @@ def _attributes(values: Mapping[str, bool | int | str]) -> Iterator[dict[str, An
 
 
 def _describe_node(
-    run: RunSource,
-    graph: StepGraph,
-    number: int,
-    matching: Matching,
-    groups: dict[tuple[int, tuple[int, ...]], int],
+    run: RunSource, graph: StepGraph, number: int, fqns: Mapping[int, str], groups: _Groups
 ) -> dict[str, Any]:
     node, events = graph.nodes[number], graph.events
     unit, phase = int(events.unit[node.event]), Phase(int(events.phase[node.event])).label
     kind = EventKind(int(events.kind[node.event]))
-    fqns = {each.index: format_unit(each.fqn) for each in run.manifest.units}
     values: dict[str, bool | int | str] = {"is_cpu_op": False, "phase": phase}
     if unit in fqns:
         values["unit"] = fqns[unit]
     if node.is_collective:
-        values |= _describe_collective(run, graph, node, kind, matching, groups)
+        values |= _describe_collective(run, graph, node, kind, groups)
     begin = "COMM_COLL_NODE" if node.is_collective else "COMP_NODE"
     end_ns = node.start_ns + node.duration_ns
     return {
@@ -189,14 +186,10 @@ def _describe_node(
 
 
 def _describe_collective(
-    run: RunSource,
-    graph: StepGraph,
-    node: GraphNode,
-    kind: EventKind,
-    matching: Matching,
-    groups: dict[tuple[int, tuple[int, ...]], int],
+    run: RunSource, graph: StepGraph, node: GraphNode, kind: EventKind, groups: _Groups
 ) -> dict[str, int | str]:
     size, group = int(graph.events.bytes[node.event]), int(graph.events.group[node.event])
+    matching = Matching(run.manifest.process_groups, run.manifest.world_size)
     members = matching.members(group, graph.rank)
     reason = ""
     if kind not in _COMM_TYPES:
@@ -214,11 +207,7 @@ def _describe_collective(
     if kind is EventKind.ALL_GATHER:
         size //= len(members)
     number = groups.setdefault((group, members), len(groups) + 1)  # ASTRA-sim: 0 is all ranks
-    return {
-        "comm_type": _COMM_TYPES[kind],
-        "comm_size": max(size, 0),
-        "pg_name": str(number),
-    }
+    return {"comm_type": _COMM_TYPES[kind], "comm_size": max(size, 0), "pg_name": str(number)}
 
 
 def _us(time_ns: int) -> int:

@@ -163,5 +163,5 @@ def test_a_file_that_needs_too_much_memory_is_refused(
 ) -> None:
     trace = write(tmp_path / "results.json.gz", training(111, 0))
     monkeypatch.setattr(rocprof, "_MAX_BYTES", 1000)
-    with pytest.raises(ImportingError, match="unpacks to more than 1000 B"):
+    with pytest.raises(ImportingError, match="unpacks to more than 1,000 B"):
         import_traces(trace, tmp_path / "run")
