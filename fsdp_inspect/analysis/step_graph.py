@@ -7,8 +7,8 @@ wait ends also follows the collective.
 [Note: release] A collective follows the piece that ends at its release on the clock:
 
 - if the main thread is the clock: its issue;
-- FSDP's collectives on a stream: the later of its issue and `Waits.ready_ns`, so a parameter's
-  all-gather follows copy-outs, and a reduce-scatter the backward of its unit;
+- FSDP's all-gathers on a stream: the later of the issue and the copy-outs for which it waits;
+- FSDP's reduce-scatters on a stream: the end of the backward of the unit, if it is known;
 - all others on a stream: their start, because their stream waits for the compute stream.
 
 It also follows the previous collective of its communicator, and HSDP's all-reduce the
@@ -220,12 +220,14 @@ class _Clock:
 def _release(waits: Waits) -> _Int64:
     """The release of each collective on a stream; see [Note: release]."""
     collectives = waits.collectives
-    is_known = (collectives.unit != NO_UNIT) & (collectives.phase != Phase.OPTIMIZER)
-    ready = np.maximum(waits.ready_ns, collectives.issue_ns)
-    released: _Int64 = np.minimum(
-        np.where(is_known, ready, collectives.start_ns), collectives.start_ns
-    )
-    return released
+    start, issue, ready = collectives.start_ns, collectives.issue_ns, waits.ready_ns
+    by_fsdp = (collectives.unit != NO_UNIT) & (collectives.phase != Phase.OPTIMIZER)
+    gathers = by_fsdp & (collectives.kind == EventKind.ALL_GATHER)
+    # Where the end of a reduction's gradients is unknown, `ready` is its issue.
+    reduces = by_fsdp & (collectives.kind == EventKind.REDUCE_SCATTER) & (ready > issue)
+    release = np.where(gathers, np.maximum(ready, issue), np.where(reduces, ready, start))
+    bounded: _Int64 = np.minimum(release, start)
+    return bounded
 
 
 def _follow_queues(waits: Waits, release_ns: _Int64, *, on_stream: bool) -> list[set[int]]:

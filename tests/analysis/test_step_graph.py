@@ -86,6 +86,20 @@ def test_on_streams_an_all_gather_follows_copy_outs_and_not_the_compute_beside_i
     assert nodes["all_reduce 2 #0"][2] == {"backward 2 #0", "reduce_scatter 2 #0"}
 
 
+def test_on_streams_an_all_reduce_of_a_bucket_follows_the_backward_and_not_its_early_issue() -> (
+    None
+):
+    builder = RunBuilder(units=("a",))
+    rank = builder.rank(0)
+    rank.step(0, 0, 1000)
+    clock = {"stream": int(Stream.COMPUTE)}
+    rank.forward("a", 100, 300, issue_ns=5, **clock)
+    rank.backward("a", 300, 600, issue_ns=10, **clock)
+    rank.all_reduce("a", 600, 800, need=700, issue_ns=20)
+    nodes = {name: rest for name, *rest in names(measure_step_graph(builder.build(), 0, 0))}
+    assert nodes["all_reduce 0 #0"] == [600, 200, {"backward 0 #0"}]
+
+
 @pytest.mark.parametrize("name", ["async-prefetch-2-ranks", "hsdp-4-ranks", "tiny-2-ranks"])
 def test_the_graph_of_a_recorded_step_on_cpu_takes_exactly_its_time(name: str) -> None:
     run = open_run(SAMPLES / name)
