@@ -14,6 +14,8 @@ READY := $(VENV)/.complete
 PYTEST := $(BIN)/python -m pytest
 WORKERS ?= logical
 PARALLEL := -n $(WORKERS) --maxprocesses 4 --durations 10
+# Chakra is not on PyPI.
+CHAKRA ?= git+https://github.com/mlcommons/chakra@21585d8f2d65603d791d2121e3d4632351120262
 # `make app` opens runs/ if it exists, otherwise the samples.
 RUNS ?= $(wildcard runs)
 
@@ -113,6 +115,13 @@ torch-matrix: $(READY) ## Record and test with torch 2.9.1, 2.11.0, 2.13.0 and t
 trackers: $(TRACKERS)/.complete ## Log to wandb, MLflow, TensorBoard, Comet, Trackio and OpenTelemetry, offline
 	$(TRACKERS)/bin/python -m pytest -m trackers tests/studies/trackers $(ARGS)
 
+.PHONY: chakra
+chakra: $(READY) ## Open exported steps with Chakra's own tools (CHAKRA=DIR: a checkout)
+	$(PYTHON) -m venv --clear .venv-chakra
+	.venv-chakra/bin/python -m pip install --no-deps '$(CHAKRA)'
+	.venv-chakra/bin/python -m pip install graphviz networkx protobuf pydot
+	FSDP_INSPECT_CHAKRA=.venv-chakra/bin $(PYTEST) tests/report/test_chakra.py $(ARGS)
+
 .PHONY: gpu
 gpu: $(READY) ## Test and measure on a CUDA device (OUT=DIR: keep the table and a sample)
 	$(BIN)/python -m tests.gpu $(if $(OUT),--out $(OUT)) $(ARGS)
@@ -140,7 +149,7 @@ constraints: ## Pin the newest versions that pyproject.toml allows, except torch
 
 .PHONY: clean
 clean: ## Remove virtual environments, build products and caches, but not recorded runs
-	rm -rf $(VENV) $(FRAMEWORKS) $(TRACKERS) .venv-torch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS) $(TRACKERS) .venv-torch .venv-chakra build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A complete .venv is updated in place. An incomplete one is created again.

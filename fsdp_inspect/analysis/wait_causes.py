@@ -109,6 +109,8 @@ class Waits:
     """Position of the previous collective in the communicator's queue, shape (n,); -1: none."""
     turn_ns: _Int64
     """Moment from which the collective's own bytes travel, shape (n,)."""
+    ready_ns: _Int64
+    """End of its dependencies, or its issue if they are unknown, shape (n,)."""
     step_start_ns: _Int64
     """Start of the collective's step, shape (n,)."""
     is_floor: NDArray[np.bool_]
@@ -129,6 +131,7 @@ class Waits:
             share_by_cause_ns=self.share_by_cause_ns[rows],
             ahead=self.ahead[rows],
             turn_ns=self.turn_ns[rows],
+            ready_ns=self.ready_ns[rows],
             step_start_ns=self.step_start_ns[rows],
             is_floor=self.is_floor[rows],
         )
@@ -179,6 +182,7 @@ def split_waits(events: EventTable, *, last_arrival_ns: _Int64 | None = None) ->
         waits.share_by_cause_ns[own] = steps.split(steps.share_begins())
         waits.ahead[own] = np.where(queue.ahead < 0, -1, own[queue.ahead])
         waits.turn_ns[own] = queue.turn_ns - shift
+        waits.ready_ns[own] = steps.ready_ns - shift
         waits.step_start_ns[own] = steps.start_ns - shift
         waits.is_floor[own] = steps.is_floor
     waits.exposed_ns[:] = waits.by_cause_ns.sum(axis=1)
@@ -195,6 +199,7 @@ def _blank(collectives: EventTable) -> Waits:
         share_by_cause_ns=np.zeros((n, len(Cause)), dtype=np.int64),
         ahead=np.full(n, -1, dtype=np.int64),
         turn_ns=np.zeros(n, dtype=np.int64),
+        ready_ns=np.zeros(n, dtype=np.int64),
         step_start_ns=np.zeros(n, dtype=np.int64),
         is_floor=np.zeros(n, dtype=bool),
     )

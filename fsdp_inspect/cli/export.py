@@ -17,6 +17,7 @@ from fsdp_inspect.cli.arguments import (
 from fsdp_inspect.error_text import shorten
 
 if TYPE_CHECKING:
+    from fsdp_inspect.report.chakra import ChakraExport
     from fsdp_inspect.report.grafana import GrafanaExport
     from fsdp_inspect.report.openmetrics import MetricsExport
     from fsdp_inspect.report.perfetto import PerfettoExport
@@ -33,6 +34,7 @@ class ExportFormat(StrEnum):
     """The format of an export."""
 
     PERFETTO = "perfetto"
+    CHAKRA = "chakra"
     CSV = "csv"
     PARQUET = "parquet"
     OPENMETRICS = "openmetrics"
@@ -42,6 +44,7 @@ class ExportFormat(StrEnum):
 
 _ENDINGS = {
     ExportFormat.PERFETTO: ".perfetto.json.gz",
+    ExportFormat.CHAKRA: "-chakra",
     ExportFormat.CSV: "-csv",
     ExportFormat.PARQUET: "-parquet",
     ExportFormat.OPENMETRICS: ".prom",
@@ -56,8 +59,8 @@ def export(  # noqa: PLR0913 (every option is a parameter)
         list[str],
         typer.Argument(
             metavar="RUN... FORMAT",
-            help="A run, then perfetto, csv, parquet, openmetrics, grafana or html. Several runs "
-            "and html compare them with the first; a folder of repeats is one side.",
+            help="A run, then perfetto, chakra, csv, parquet, openmetrics, grafana or html. "
+            "Several runs and html compare them with the first; a folder of repeats is one side.",
             show_default=False,
         ),
     ],
@@ -68,7 +71,8 @@ def export(  # noqa: PLR0913 (every option is a parameter)
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="The file, or the folder for csv and parquet. Default: the name of the run here.",
+            help="The file, or the folder for chakra, csv and parquet. Default: the name of the "
+            "run here.",
             show_default=False,
         ),
     ] = None,
@@ -98,6 +102,10 @@ def export(  # noqa: PLR0913 (every option is a parameter)
     collective. Arrows connect the issue, the collective and the use of its result. Memory and
     device samples are counters. A trace of 50 MB opens quickly. A name that ends in `.pftrace`
     gives Perfetto's own packets (extra `perfetto`).
+
+    **chakra** writes one step as Chakra execution traces, a file for each rank, which simulators
+    such as ASTRA-sim replay on another network (extra `chakra`). The step is `--steps N`, or the
+    typical one.
 
     **csv** and **parquet** write one file each for events, memory, devices, scalars, summary, steps
     and units. Codes become names, and the name of a column ends in its unit. Times are ns on the
@@ -143,10 +151,12 @@ def export(  # noqa: PLR0913 (every option is a parameter)
         ranks=parse_numbers(ranks, option="--ranks"),
         steps=parse_numbers(steps, option="--steps"),
     )
-    result: PerfettoExport | TablesExport | MetricsExport | GrafanaExport
+    result: PerfettoExport | ChakraExport | TablesExport | MetricsExport | GrafanaExport
     with _progress(f"Writing {out}") as progress:
         if export_format is ExportFormat.PERFETTO:
             result = _export_trace(opened, selection, out, max_mb, progress, replaces=force)
+        elif export_format is ExportFormat.CHAKRA:
+            result = _export_chakra(opened, selection, out, progress, replaces=force)
         elif export_format in (ExportFormat.OPENMETRICS, ExportFormat.GRAFANA):
             result = _export_metrics(opened, selection, out, export_format, replaces=force)
         else:
@@ -204,6 +214,16 @@ def _export_trace(
         )
     with whole_file(out, replaces=replaces) as place:
         return write_perfetto(run, selection, out, place=place, limit_mb=max_mb, progress=progress)
+
+
+def _export_chakra(
+    run: "StoredRun", selection: "Selection", out: Path, progress: Progress, *, replaces: bool
+) -> "ChakraExport":
+    from fsdp_inspect.report.chakra import write_chakra
+    from fsdp_inspect.report.output import whole_folder
+
+    with whole_folder(out, replaces=replaces) as place:
+        return write_chakra(run, selection, out, place=place, progress=progress)
 
 
 def _export_metrics(

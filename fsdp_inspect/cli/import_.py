@@ -23,8 +23,9 @@ def import_(  # noqa: PLR0913 - one argument an option
         typer.Argument(
             metavar="PATH",
             help="A torch.profiler trace (.json, .json.gz), an export of Nsight Systems (.sqlite), "
-            "a structured log of torchtitan (.jsonl), a CUDA memory snapshot, a flight recorder "
-            "dump (pickle or JSON), or a folder with one file per rank.",
+            "the JSON of rocprofv3, a structured log of torchtitan (.jsonl), a CUDA memory "
+            "snapshot, a flight recorder dump (pickle or JSON), or a folder with one file per "
+            "rank.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="RUN", help="The run folder to create.")],
@@ -52,10 +53,10 @@ def import_(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Import profiler traces, CUDA memory snapshots or flight recorder dumps as a run.
 
-    Traces are those of torch.profiler (CUDA, ROCm, CPU), exports of Nsight Systems, and structured
-    logs of torchtitan. Units come from the ranges of FSDP. Flight recorder dumps (NCCL, gloo) are
-    for `fsdp-inspect diagnose`. Notes list the data that a file does not contain. Memory is
-    bounded, and a failed import leaves no partial run.
+    Traces are those of torch.profiler (CUDA, ROCm, CPU), exports of Nsight Systems, JSON of
+    rocprofv3, and structured logs of torchtitan. Units come from the ranges of FSDP. Flight
+    recorder dumps (NCCL, gloo) are for `fsdp-inspect diagnose`. Notes list the data that a file
+    does not contain. Memory is bounded, and a failed import leaves no partial run.
 
     With `--dask`, workers read several traces at once, and each needs the memory of one trace. The
     run has the same bytes. The workers must share the folders of PATH and RUN.

@@ -16,7 +16,7 @@ from fsdp_inspect.trace.kernels import KernelKind
 _LIBRARIES = re.compile(
     # NCCL and its relatives: RCCL (AMD), MSCCL, MSCCL++, oneCCL and xCCL (Intel), HCCL (Habana,
     # Ascend), MCCL, ECCL; CNCL (Cambricon), BKCL (Kunlun), hcom (Ascend).
-    r"(?<![a-z])(?:[a-z]{0,6}ccl(?!u)|cncl|bkcl|hcom)"
+    r"(?<![a-z])(?:(?!rocclr)[a-z]{0,6}ccl(?!u)|cncl|bkcl|hcom)"
     r"|(?:nv|roc|i)shmem|nixl"
     # DeepEP and its variants: `deep_ep::internode::dispatch`, `dpsk::ep::...`, `hybrid_ep::...`.
     r"|deep_?ep::(?!layout)|dpsk::ep::|hybrid_ep::(?:dispatch|combine|device_sync|update)"
@@ -86,7 +86,7 @@ _COMPUTE_KINDS = tuple(
         ),
         (
             r"direct_copy|CatArrayBatchedCopy|(?:split_with_sizes|chunk_cat|batch)\w*(?:copy|cat)"
-            r"|chunk_cat|memcpy|memset|fsdp::|::(?:copy_|cat|clone|_to_copy|contiguous|fill_|zero_"
+            r"|chunk_cat|memcpy|memset|rocclr_(?:copy|fill)|fsdp::|::(?:copy_|cat|clone|_to_copy|contiguous|fill_|zero_"
             r"|stack|split_with_sizes_copy|index_select)(?![a-z])|copy_kernel|transpose",
             KernelKind.COPY,
         ),

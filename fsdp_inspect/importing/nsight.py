@@ -8,7 +8,6 @@ for each process that ran kernels. Source: Nsight Systems, "SQLite Schema Refere
 exports of version 2026.2.
 """
 
-import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.errors import ImportingError
-from fsdp_inspect.importing.trace_sources import NOTES_KEY
+from fsdp_inspect.importing.trace_sources import NOTES_KEY, name_range
 
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _SHIFT = 1 << 24
@@ -24,11 +23,6 @@ _SHIFT = 1 << 24
 _RANGES = (59, 60)
 """The `eventType` of a range: push and pop, start and end."""
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
-_OPERATORS = ("aten::", "c10d::", "nccl:", "fsdp::", "autograd::", "record_param_comms")
-_ARGUMENTS = re.compile(r", (?:seq|op_id|sizes|input_op_ids) = .*", re.DOTALL)
-"""The arguments that torch appends to the name of an operator."""
-_STEP = re.compile(r"(?:train(?:ing)?[_ ])?(?:step|iter(?:ation)?)[ _#:]*(\d{1,9})", re.IGNORECASE)
-"""Names of ranges by which trainings mark a step."""
 
 Event = dict[str, Any]
 
@@ -177,14 +171,7 @@ def _ranges(database: sqlite3.Connection, process: int) -> Iterator[Event]:
         name = text or registered
         if kind not in _RANGES or end is None or not isinstance(name, str):
             continue
-        plain = _ARGUMENTS.sub("", name)
-        step = _STEP.fullmatch(plain)
-        yield _event(
-            "cpu_op" if plain.startswith(_OPERATORS) else "user_annotation",
-            f"ProfilerStep#{step[1]}" if step else plain,
-            start, end,
-            pid=process, tid=thread,
-        )  # fmt: skip
+        yield _event(*name_range(name), start, end, pid=process, tid=thread)
 
 
 def _other_values(database: sqlite3.Connection, device: int | None) -> Event:

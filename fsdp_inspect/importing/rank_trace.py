@@ -21,7 +21,7 @@ from fsdp_inspect.importing.kineto_events import Category, KinetoTrace, read_tra
 from fsdp_inspect.importing.messages import NOTHING, GroupNames, read_whole
 from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.trace_file import ImportLimits
-from fsdp_inspect.importing.trace_sources import NOTES_KEY
+from fsdp_inspect.importing.trace_sources import MARKS_KEY, NOTES_KEY
 from fsdp_inspect.importing.unit_ranges import UnitRanges
 from fsdp_inspect.importing.windows import PhaseRanges, StepMarks
 from fsdp_inspect.trace.codes import EventKind
@@ -103,13 +103,15 @@ def find_gaps(trace: KinetoTrace, backend: str, *, is_whole_trace: bool) -> Trac
     is_device_trace = len(launches) > 0 or bool(_DEVICE_BACKEND.match(backend))
     is_device_trace |= any(_DEVICE_CALL.match(name) for name in trace.names)
     is_device_trace |= NOTES_KEY in trace.other_values
+    duration_ns = int(busy.ends[-1] - busy.starts[0]) if len(busy) else 0
+    longest = duration_ns if MARKS_KEY in trace.other_values else int(pauses.max(initial=0))
     return TraceGaps(
         lacks_kernels=is_device_trace and len(kernels) == 0,
         num_launches=int(np.count_nonzero(before)),
         num_lost_launches=int(np.count_nonzero(before & ~has_work)),
         num_devices=_count_devices(trace),
-        longest_pause_ns=int(pauses.max(initial=0)) if is_whole_trace else 0,
-        duration_ns=int(busy.ends[-1] - busy.starts[0]) if len(busy) else 0,
+        longest_pause_ns=longest if is_whole_trace else 0,
+        duration_ns=duration_ns,
     )
 
 
@@ -188,7 +190,8 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> R
     has_kernels = num_kernels > 0
     has_launches = len(trace.events[Category.LAUNCH]) > 0
     _check_durations(trace)
-    splits = StepMarks.has_any(trace) if by_step is None else by_step
+    needs_marks = MARKS_KEY in trace.other_values
+    splits = needs_marks or StepMarks.has_any(trace) if by_step is None else by_step
     marks = StepMarks.of(trace) if splits else StepMarks.whole()
     ranges = UnitRanges.of(trace)
     phases = PhaseRanges.of(trace, ranges)

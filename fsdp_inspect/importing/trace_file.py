@@ -40,16 +40,20 @@ class ImportLimits:
 
 def looks_like_trace(path: Path) -> bool:
     """Whether a file begins like a trace: an object with `traceEvents`, or an array of events."""
-    if not path.is_file():  # reading a pipe or a device may never end
-        return False
-    try:
-        head, _ = next(_raw_blocks(path), (b"", 0))
-    except (OSError, EOFError, zlib.error):
-        return False
-    start = head.lstrip()
+    start = peek(path).lstrip()
     if start.startswith(b"{"):
         return b'"traceEvents"' in start
     return start.startswith(b"[") and b'"ph"' in start
+
+
+def peek(path: Path) -> bytes:
+    """The first unpacked block of a file; empty if it cannot be read."""
+    if not path.is_file():  # reading a pipe or a device may never end
+        return b""
+    try:
+        return next(_raw_blocks(path), (b"", 0))[0]
+    except (OSError, EOFError, zlib.error):
+        return b""
 
 
 def read_blocks(

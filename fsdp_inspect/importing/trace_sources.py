@@ -4,6 +4,7 @@ Each source converts the events of one process. All importers then read the same
 kernels, units, steps and messages have one owner.
 """
 
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -16,16 +17,25 @@ from fsdp_inspect.importing.trace_file import (
     ImportLimits,
     OnProgress,
     check_size,
+    peek,
     read_blocks,
 )
 
 NOTES_KEY = "fsdpInspectNotes"
 """The key of a converted trace for what its format lacks."""
+MARKS_KEY = "fsdpInspectNeedsMarks"
+"""The key of a converted trace that contains a whole process, so that its steps must be marked."""
 JSON_SUFFIXES = (".json", ".json.gz")
 _SOURCES = {".sqlite": "nsight:NsightExport", ".jsonl": "titan_log:TitanLog"}
 """The module and the class that convert a file, by suffix."""
 SUFFIXES = (*JSON_SUFFIXES, *_SOURCES)
+_ROCPROF, _ROCPROF_START = "rocprof:RocprofJson", b'{"rocprofiler-sdk-tool"'
 _BLOCK_EVENTS = 4096
+_OPERATORS = ("aten::", "c10d::", "nccl:", "fsdp::", "autograd::", "record_param_comms")
+_ARGUMENTS = re.compile(r", (?:seq|op_id|sizes|input_op_ids) = .*", re.DOTALL)
+"""The arguments that torch appends to the name of an operator."""
+_STEP = re.compile(r"(?:train(?:ing)?[_ ])?(?:step|iter(?:ation)?)[ _#:]*(\d{1,9})", re.IGNORECASE)
+"""Names of ranges by which trainings mark a step."""
 
 
 class TraceSource(Protocol):
@@ -54,7 +64,12 @@ class TraceSource(Protocol):
 
 def source_of(path: Path) -> TraceSource | None:
     """The source of a file; None: it is JSON of torch.profiler."""
-    module, _, name = _SOURCES.get(path.suffix.lower(), "").partition(":")
+    source = _SOURCES.get(path.suffix.lower(), "")
+    if path.name.endswith(JSON_SUFFIXES) and b"".join(peek(path).split()).startswith(
+        _ROCPROF_START
+    ):
+        source = _ROCPROF
+    module, _, name = source.partition(":")
     if not module:
         return None
     make: type[TraceSource] = getattr(import_module(f"fsdp_inspect.importing.{module}"), name)
@@ -100,6 +115,14 @@ def read_trace_blocks(
     yield _encode(events, is_first=is_first) + b"]}"
     if on_progress is not None:
         on_progress(1.0)
+
+
+def name_range(name: str) -> tuple[str, str]:
+    """The category and the name of a range that a training marks with NVTX or ROCTx."""
+    plain = _ARGUMENTS.sub("", name)
+    step = _STEP.fullmatch(plain)
+    category = "cpu_op" if plain.startswith(_OPERATORS) else "user_annotation"
+    return category, f"ProfilerStep#{step[1]}" if step else plain
 
 
 def _encode(events: list[dict[str, Any]], *, is_first: bool) -> bytes:

@@ -63,8 +63,8 @@ class StepMarks:
         if len(marks) == 0:
             raise ImportingError(
                 f"{trace.name} has no ProfilerStep marks. Expected one mark for each step, as "
-                "profile(schedule=...) with prof.step() writes them. Import with --whole-trace to "
-                "get the whole trace as one step."
+                "profile(schedule=...) with prof.step() writes them, or an NVTX or ROCTx range "
+                "such as 'step 5'. Import with --whole-trace to get the whole trace as one step."
             )
         _, order = np.unique(marks.start_ns, return_index=True)  # the first mark of each start
         start_ns, end_ns = marks.start_ns[order], marks.end_ns[order]

@@ -15,10 +15,11 @@ from fsdp_inspect.catalog.index import IndexResult
 from fsdp_inspect.catalog.query import QueryResult
 from fsdp_inspect.catalog.tables import TABLES
 from fsdp_inspect.columns import Column, TableSpec
-from fsdp_inspect.formatting import format_bytes, format_numbers, listed, plural
+from fsdp_inspect.formatting import format_bytes, format_ns, format_numbers, listed, plural
 from fsdp_inspect.importing.flight_recorder import ImportedDumps
 from fsdp_inspect.importing.kineto import ImportedTraces
 from fsdp_inspect.importing.snapshot import ImportedSnapshot
+from fsdp_inspect.report.chakra import ChakraExport
 from fsdp_inspect.report.grafana import GrafanaExport
 from fsdp_inspect.report.json import render_run_json
 from fsdp_inspect.report.layout import new_table, render_table, section
@@ -128,7 +129,7 @@ def _upload_lines(result: UploadResult) -> Iterator[Text]:
 
 
 def render_export(
-    result: PerfettoExport | TablesExport | MetricsExport | GrafanaExport,
+    result: PerfettoExport | ChakraExport | TablesExport | MetricsExport | GrafanaExport,
 ) -> RenderableType:
     """Render the files of an export and how to open them."""
     if isinstance(result, GrafanaExport):
@@ -141,6 +142,8 @@ def render_export(
         return Text(f"Wrote {result.path}: {samples}, as OpenMetrics text.")
     if isinstance(result, PerfettoExport):
         return _render_trace(result)
+    if isinstance(result, ChakraExport):
+        return _render_chakra(result)
     return _render_tables(result)
 
 
@@ -159,6 +162,23 @@ def _render_trace(result: PerfettoExport) -> RenderableType:
                 style="yellow",
             )
         )
+    return Group(*lines)
+
+
+def _render_chakra(result: ChakraExport) -> RenderableType:
+    lines = [
+        Text(
+            f"Wrote step {result.step} of {plural(len(result.ranks), 'rank')} to {result.path}: "
+            f"{result.num_nodes:,} nodes, of them {result.num_collectives:,} collectives."
+        ),
+        Text(
+            f"Replayed with the recorded durations, the step takes {format_ns(result.replayed_ns)};"
+            f" recorded {format_ns(result.step_time_ns)}."
+        ),
+    ]
+    if result.missing_ranks:
+        missing = format_numbers(result.missing_ranks)
+        lines.append(Text(f"A simulator needs all ranks. Not written: {missing}.", style="yellow"))
     return Group(*lines)
 
 

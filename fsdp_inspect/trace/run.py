@@ -446,7 +446,7 @@ class RunManifest(Record):
     """Imports: the largest number of devices whose kernels one trace joins; 0: unknown."""
     longest_pause_ns: Amount = 0
     """Imports: the longest time in which a device does nothing, if the trace is one step. It is the
-    longest part of its trace over all traces."""
+    longest part of its trace over all traces. The whole trace, if it contains a whole process."""
     paused_trace_ns: Amount = 0
     """Imports: the duration of that trace."""
     lacks_training: bool = False

@@ -87,6 +87,8 @@ COMPUTE = (
     "void cutlass::Kernel2<cutlass::gemm::kernel::GemmUniversal<nvshmem_epilogue>>(Params)",
     "void flux::all_gather_gemm_kernel<cutlass::half_t>(Params)",
     "void occlusion_filter(float*)",
+    "__amd_rocclr_copyBuffer",
+    "__amd_rocclr_fillBufferAligned.kd",
 )
 
 

@@ -479,6 +479,12 @@ def _pause(manifest: RunManifest) -> Verdict | None:
     pause, trace = manifest.longest_pause_ns, manifest.paused_trace_ns
     if pause <= PAUSE_RATIO * trace:
         return None
+    if pause == trace:
+        return give_no_verdict(
+            "No conclusion: the trace has a whole process as one step.",
+            "Its start, its warm-up and its end count as the step.",
+            "Mark each step with an NVTX or ROCTx range such as 'step 5'.",
+        )
     return give_no_verdict(
         f"No conclusion: one pause takes {format_ratio(pause / trace)} of the trace.",
         f"The device does nothing for {format_ns(pause)} of {format_ns(trace)} in one piece. The "
