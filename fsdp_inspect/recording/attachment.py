@@ -922,7 +922,8 @@ class Attachment:
     def _describe_failure(self, error: BaseException) -> str:
         """Describe the error and its position; after an out-of-memory, also the memory use."""
         sentences = [describe_failure(error, self.session, self._manifest.units)]
-        self._writer.update(
+        self._writer.update(  # the launcher may end this rank before the recording is closed
+            failure=sentences[0],
             failed_at=find_failing_line(error),
             failed_unix_ns=time.time_ns(),
             communication_error=find_communication_error(error),

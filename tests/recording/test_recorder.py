@@ -27,6 +27,7 @@ from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, Phase, Source
 from fsdp_inspect.trace.run import RunStatus
 from tests.torch_versions import needs_pinned_torch, needs_torch
@@ -266,6 +267,24 @@ def test_a_failed_training_says_where_it_stood(fake_ranks: None, tmp_path: Path)
     assert run.status is RunStatus.FAILED
     assert run.ranks[0].failure == "ZeroDivisionError at step 3, forward of 1: division by zero"
     assert run.ranks[0].num_steps == 3
+
+
+def test_a_rank_that_is_killed_while_it_closes_after_an_error_has_failed_with_it(
+    fake_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher ends the other ranks as soon as one has failed."""
+    monkeypatch.setattr(RankWriter, "close", lambda writer, *_, **__: writer.flush())
+    model = sharded_model()
+
+    def train_into_failure() -> None:
+        with quiet(model, tmp_path / "run") as recorder:
+            train(model, recorder)
+            raise ValueError("no label")
+
+    with pytest.raises(ValueError, match="no label"):
+        train_into_failure()
+    run = open_run(tmp_path / "run")
+    assert run.ranks[0].failure == "ValueError at step 3: no label"
 
 
 def test_running_out_of_memory_names_unit_and_phase(fake_ranks: None, tmp_path: Path) -> None:
