@@ -61,6 +61,8 @@ LEAST_HIGH_LOSSES = 5
 """The smallest number of high logged losses after a spike that counts as unrecovered."""
 _LEAST_LEAD_NS = 50_000_000
 """Processes that are killed together end within this time."""
+_LATEST_LOSS_NS = 1_000_000_000
+"""The ranks that lose a killed rank notice it less than this time before its end is recorded."""
 _OWN_ERRORS = (EndKind.EXCEPTION, EndKind.OUT_OF_MEMORY)
 LEAST_WAIT_S = 5.0
 """A shorter wait in a run that was ended from outside is not a hang."""
@@ -448,7 +450,7 @@ class _Case:
 
         The loss of a peer is noticed at its end; all other failures have a time of their own.
         """
-        firsts = first_ends(self._before_hang())
+        firsts = self._first_ends()
         first = min((end.unix_ns for end in firsts), default=0)
         if not first or firsts[0].kind is EndKind.FATAL_SIGNAL:
             return None
@@ -473,7 +475,7 @@ class _Case:
 
     def _died(self) -> Diagnosis | None:
         """Check whether a rank ended on its own before the training was over."""
-        firsts = first_ends(self._before_hang())
+        firsts = self._first_ends()
         if not firsts:
             return None
         kind = firsts[0].kind
@@ -559,6 +561,22 @@ class _Case:
             failure=record.message if end is None else end.detail,
             out_of_memory=reported,
         )
+
+    def _first_ends(self) -> list[RankEnd]:
+        """The ends that no other end and no hang explain.
+
+        A rank that vanished long after others lost a peer was ended because of them.
+        """
+        ends = self._before_hang()
+        lost = [end.unix_ns for end in ends.values() if end.kind is EndKind.PEER_LOST]
+        limit = min(lost, default=0) + _LATEST_LOSS_NS
+        if lost:
+            ends = {
+                rank: end
+                for rank, end in ends.items()
+                if end.kind is not EndKind.VANISHED or end.unix_ns < limit
+            }
+        return first_ends(ends)
 
     def _before_hang(self) -> dict[int, RankEnd]:
         """The ends before a watchdog reported the hang. Later ends are consequences of the hang.
@@ -651,7 +669,8 @@ class _Case:
         root = root_ranks(self._waits) if self._is_stuck() else None
         late = () if root is None else root[1]
         return bool(late) and all(
-            self._ends[rank].kind in (EndKind.RUNNING, EndKind.SIGTERM) for rank in late
+            self._ends[rank].kind in (EndKind.RUNNING, EndKind.SIGTERM, EndKind.VANISHED)
+            for rank in late
         )
 
     def _exited(self, ranks: tuple[int, ...]) -> Diagnosis:
@@ -862,6 +881,8 @@ class _Case:
                 unknown=Unknown.MISSING_RANKS,
             )
         behind = tuple(rank for rank, stage in stages.items() if stage < last)
+        if ActivityKind.FOLLOWS in kinds and 0 in stages:
+            behind = (0,)
         if behind or (last and problem is ProblemClass.FOREIGN_COLLECTIVE):
             problem, ranks = ProblemClass.RANK_LATE, behind or ranks
         first = self._states[next(iter(ranks or self._states))]

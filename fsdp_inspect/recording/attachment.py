@@ -347,8 +347,8 @@ class Attachment:
         # Use an absolute path, because the script may change its working directory.
         path = (self._options.path or default_path(self._manifest.name)).absolute()
         try:
-            resume = self._options.resume
-            return agree_on_folder(path, self._manifest, self._rank, resume=resume)
+            peers, resume = self._process_groups.members(), self._options.resume
+            return agree_on_folder(path, self._manifest, self._rank, peers=peers, resume=resume)
         except OSError:  # the writer gets the same error, reports it once and retries
             return RecordingFolder(path, 0)
 
@@ -922,12 +922,13 @@ class Attachment:
     def _describe_failure(self, error: BaseException) -> str:
         """Describe the error and its position; after an out-of-memory, also the memory use."""
         sentences = [describe_failure(error, self.session, self._manifest.units)]
-        self._writer.update(  # the launcher may end this rank before the recording is closed
+        self._writer.update(
             failure=sentences[0],
             failed_at=find_failing_line(error),
             failed_unix_ns=time.time_ns(),
             communication_error=find_communication_error(error),
         )
+        self._writer.flush_soon()  # the launcher may end this rank before it closes the recording
         if not is_out_of_memory(error):
             return sentences[0]
         try:

@@ -396,7 +396,7 @@ def _last_seen(state: RankState, found: Diagnosis) -> str:
 
 
 def _unseen(state: RankState, since: str) -> str:
-    phase = "" if state.phase is None else f" in {state.phase.label}"
+    phase = f" in {state.phase.label}" if state.phase else ""
     return f"It was last seen{phase}; it issued nothing{since}, and its stack is unknown."
 
 
@@ -414,6 +414,7 @@ _DOING = {
     ActivityKind.FILE: "reading or writing a file",
     ActivityKind.COLLECTIVE: "in a collective",
     ActivityKind.COMPARISON: "in the comparison of ranks before an optimizer step",
+    ActivityKind.FOLLOWS: "waiting for rank 0 to begin to train",
     ActivityKind.CODE: "in its own code",
 }
 

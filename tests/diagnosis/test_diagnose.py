@@ -540,6 +540,17 @@ def seen_until(second: int, **fields: int) -> Header:
     return replace(HEADER, sign_ns=second * SECOND, sign_unix_ns=second * SECOND, **fields)
 
 
+@pytest.mark.parametrize("ended_s", [60, 90])
+def test_a_rank_that_vanished_long_after_the_others_lost_a_peer_was_late(ended_s: int) -> None:
+    boxes = {rank: replace(waiting(rank), header=seen_until(60)) for rank in RANKS}
+    boxes[1] = replace(boxes[1], header=seen_until(60, ended_unix_ns=ended_s * SECOND))
+
+    found = diagnose(lost_run(boxes, {1: RunStatus.CRASHED}, {}))
+
+    problem = ProblemClass.RANK_DIED if ended_s == 60 else ProblemClass.RANK_LATE
+    assert (found.problem, found.ranks) == (problem, (1,))
+
+
 def test_a_rank_that_had_not_come_when_the_others_timed_out_is_late() -> None:
     boxes = {rank: replace(waiting(rank), header=seen_until(60)) for rank in RANKS}
     boxes[1] = replace(boxes[1], header=seen_until(90, ended_unix_ns=90 * SECOND))
@@ -892,6 +903,20 @@ def test_of_ranks_in_a_circle_the_ranks_that_are_fewer_than_the_others_are_named
     found = diagnose(run_of(boxes, world_size=4))
 
     assert (found.ranks, found.is_certain) == ((3,), False)
+
+
+def test_before_the_first_step_the_rank_that_the_recording_waits_for_is_late() -> None:
+    """Ranks wait for rank 0 where the training waits for it, too."""
+    inner = '  File "/site-packages/fsdp_inspect/recording/folders.py", line 9 in _follow\n'
+    torch = '  File "/site-packages/torch/distributed/distributed_c10d.py", line 9 in barrier\n'
+    dumps = dict.fromkeys((1, 2), dump_at("model(x)", inner=inner))
+    dumps[0] = dump_at("dist.barrier()", inner=torch)
+    boxes = {rank: make_box([], RANKS, HUNG) for rank in RANKS}
+
+    found = diagnose(run_of(boxes, dumps=dumps, start_stage=StartStage.SHARDED))
+
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (0,), False)
+    assert "waiting for rank 0 to begin to train" in describe_diagnosis(found).sentence
 
 
 @pytest.mark.parametrize(
