@@ -251,6 +251,7 @@ class Attachment:
             lambda: self._memory_steps.close(),
             lambda: self._profile.abandon(),
             lambda: self._surveillance.stop(0.0, has_failed=False),  # type: ignore[union-attr]
+            lambda: self._surveillance.close(),  # type: ignore[union-attr]
             lambda: self._sampler.stop(0.0),  # type: ignore[union-attr]
             lambda: self._history.stop(),
             lambda: mark_released(self._sharder.units),
@@ -837,6 +838,8 @@ class Attachment:
                 compact=not has_failed,
                 timeout_s=max(_left(end_s), _LAST_WRITE_S) if has_failed else None,
             )
+            if self._surveillance is not None:
+                self._surveillance.close()
             self._release()
             if self._trackers is not None:
                 self._trackers.close(_left(end_s))
