@@ -564,7 +564,7 @@ def _out_of_memory(found: Diagnosis) -> str:
 def _position(state: RankState | None) -> str:
     if state is None or state.step is None:
         return ""
-    phase = "" if state.phase is None or not state.phase else f", in {state.phase.label}"
+    phase = f", last seen in {state.phase.label}" if state.phase else ""
     return f" in step {state.step}{phase}"
 
 
@@ -820,8 +820,8 @@ def _no_problem(found: Diagnosis) -> str:
         case _:
             lost = [each.rank for each in found.states if each.end.kind is EndKind.PEER_LOST]
             return (
-                f"Cannot tell which rank failed first: {format_ranks(lost)} lost the connection "
-                f"({_clip(found.failure)})."
+                f"Cannot tell which rank failed first: {format_ranks(lost)} lost the connection, "
+                f"or waited too long ({_clip(found.failure)})."
             )
 
 
