@@ -221,7 +221,10 @@ def headline_diagnosis(found: Diagnosis) -> str:
     if found.training is not None:
         return found.training.headline
     who = format_ranks(found.ranks) if 0 < len(found.ranks) <= 2 else f"{len(found.ranks)} ranks"
-    words = _HEADLINES[found.problem].format(who=who if found.ranks else "a rank")
+    words = _HEADLINES[found.problem]
+    if found.problem is ProblemClass.STOPPED and found.ranks:
+        words = "SIGTERM ended {who} before the others"
+    words = words.format(who=who if found.ranks else "a rank")
     text = f"{words}{_in_step(found)}."
     return capitalize(text if found.is_certain else f"probably, {text}")
 

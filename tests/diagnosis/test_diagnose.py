@@ -10,6 +10,7 @@ from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unk
 from fsdp_inspect.report.diagnosis import (
     describe_diagnosis,
     diagnosis_to_dict,
+    headline_diagnosis,
     render_diagnosis,
 )
 from fsdp_inspect.store.reader import open_run
@@ -579,6 +580,7 @@ def test_a_rank_that_sigterm_ended_before_the_others_lost_it_is_named(
     assert (found.problem, found.ranks, found.is_certain) == (*expected, False)
     begin = "Probably: Rank 1 was ended by SIGTERM" if is_first else "Cannot tell which rank failed"
     assert describe_diagnosis(found).sentence.startswith(begin)
+    assert ("SIGTERM ended rank 1 before the others" in headline_diagnosis(found)) is is_first
 
 
 def test_the_awaited_rank_that_lost_a_peer_first_is_named() -> None:
