@@ -252,9 +252,7 @@ def _ask(target: Any, sql: str, most: int, tables: dict[str, pa.Table]) -> None:
 
 
 def _read_answer(source: Any, sql: str, most: int) -> pa.Table:
-    answer = json.loads(source.readline())
-    if "error" in answer:
-        raise _describe(answer["error"], answer["text"], sql, most)
+    answer = _read_line(source, sql, most)
     reader = pa.ipc.open_stream(source)
     batches, size = [], 0
     for batch in reader:
@@ -265,12 +263,20 @@ def _read_answer(source: Any, sql: str, most: int) -> pa.Table:
                 "Add LIMIT or a GROUP BY, or set FSDP_INSPECT_MAX_MEMORY higher."
             )
         batches.append(batch)
+    _read_line(source, sql, most)  # a process that was ended leaves a stream that looks complete
     table = pa.Table.from_batches(batches, reader.schema)
     columns = [
         _whole_numbers(column) if is_whole else column
         for column, is_whole in zip(table.columns, answer["is_whole"], strict=True)
     ]
     return pa.Table.from_arrays(columns, names=_distinct(answer["columns"]))
+
+
+def _read_line(source: Any, sql: str, most: int) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(source.readline())
+    if "error" in answer:
+        raise _describe(answer["error"], answer["text"], sql, most)
+    return answer
 
 
 def _whole_numbers(texts: pa.ChunkedArray[Any]) -> Any:

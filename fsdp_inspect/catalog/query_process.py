@@ -2,7 +2,8 @@
 
 The process reads a line of JSON from its standard input (`sql`, `memory_bytes` and the names of the
 tables), then each table as an Arrow IPC stream. It writes the line `ready`, then either a line of
-JSON with an `error`, or a line of JSON with the `columns` and the rows as an Arrow IPC stream.
+JSON with an `error`, or a line of JSON with the `columns`, the rows as an Arrow IPC stream, and a
+line of JSON that is empty (`{}`) or has an `error`. Without that line, rows are missing.
 
 [Note: Types of a result] Numbers of at most 64 bits, truth values and text stay as they are, also
 inside lists, structs and maps. Decimals become doubles. Wider whole numbers become text here, and
@@ -97,6 +98,7 @@ def _answer(relation: Any, target: Any) -> None:
         for batch in reader:
             columns = [_with_valid_text(column) for column in batch.columns]
             writer.write_batch(pa.record_batch(columns, schema=reader.schema))
+    _write_line(target, {})
 
 
 def _cast_to(kind: Any, depth: int = 0) -> str:

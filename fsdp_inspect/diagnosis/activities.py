@@ -28,6 +28,8 @@ class ActivityKind(StrEnum):
     """The stack is inside a collective. The black box may not contain it."""
     COMPARISON = "comparison"
     """FSDP Inspect's own comparison of ranks before an optimizer step."""
+    FOLLOWS = "follows rank 0"
+    """FSDP Inspect waits for rank 0 to begin the recording, where the training waits, too."""
     CODE = "code"
     """The script's own code, or code of a library without its own class."""
 
@@ -45,6 +47,7 @@ class Activity:
 
 _INSIDE = (
     (ActivityKind.BREAKPOINT, re.compile(r"/(pdb|bdb|ipdb|pudb|debugpy|pydevd)(/|\.py|_)")),
+    (ActivityKind.FOLLOWS, re.compile(r"fsdp_inspect/recording/folders\.py$")),
     (ActivityKind.COMPARISON, re.compile(r"fsdp_inspect/recording/order_check\.py$")),
     (
         ActivityKind.COLLECTIVE,

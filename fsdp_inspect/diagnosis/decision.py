@@ -146,7 +146,9 @@ def _of_class(found: Diagnosis) -> Iterator[Decision]:
     if found.problem in _OF_SCRIPT:
         reason = f"a restart does not help, because {_OF_SCRIPT[found.problem]}"
         yield Decision(SchedulerAction.STOP, (), found.is_certain, reason)
-    elif found.problem in (ProblemClass.SLOW_BUT_ALIVE, ProblemClass.DRIFT):
+    elif found.problem is ProblemClass.DRIFT or (
+        found.problem is ProblemClass.SLOW_BUT_ALIVE and found.is_running
+    ):
         yield Decision(
             SchedulerAction.CONTINUE, (), found.is_certain, "the training makes progress"
         )

@@ -61,6 +61,8 @@ LEAST_HIGH_LOSSES = 5
 """The smallest number of high logged losses after a spike that counts as unrecovered."""
 _LEAST_LEAD_NS = 50_000_000
 """Processes that are killed together end within this time."""
+_LATEST_LOSS_NS = 1_000_000_000
+"""The ranks that lose a killed rank notice it less than this time before its end is recorded."""
 _OWN_ERRORS = (EndKind.EXCEPTION, EndKind.OUT_OF_MEMORY)
 LEAST_WAIT_S = 5.0
 """A shorter wait in a run that was ended from outside is not a hang."""
@@ -313,6 +315,7 @@ class _Case:
         """Return the first diagnosis that one of the checks finds."""
         questions = (
             *self._wrong_results(),
+            self._terminated_first,
             self._died,
             self._hangs,
             self._rounds_away,
@@ -442,9 +445,37 @@ class _Case:
             wait=wait,
         )
 
+    def _terminated_first(self) -> Diagnosis | None:
+        """Check whether SIGTERM ended ranks before others failed. That of a launcher comes later.
+
+        The loss of a peer is noticed at its end; all other failures have a time of their own.
+        """
+        firsts = self._first_ends()
+        first = min((end.unix_ns for end in firsts), default=0)
+        if not first or firsts[0].kind is EndKind.FATAL_SIGNAL:
+            return None
+        is_loss = firsts[0].kind is EndKind.PEER_LOST
+        limit = first + (_LEAST_LEAD_NS if is_loss else -_LEAST_LEAD_NS)
+        ranks = tuple(
+            end.rank
+            for end in self._ends.values()
+            if end.kind is EndKind.SIGTERM and self._ended(end.rank) and end.unix_ns < limit
+        )
+        if not ranks:
+            return None
+        state = self._states[ranks[0]]
+        return self._make(
+            Status.PROBLEM,
+            ProblemClass.STOPPED,
+            ranks=ranks,
+            is_certain=False,
+            step=state.step,
+            phase=state.phase,
+        )
+
     def _died(self) -> Diagnosis | None:
         """Check whether a rank ended on its own before the training was over."""
-        firsts = first_ends(self._before_hang())
+        firsts = self._first_ends()
         if not firsts:
             return None
         kind = firsts[0].kind
@@ -531,6 +562,22 @@ class _Case:
             out_of_memory=reported,
         )
 
+    def _first_ends(self) -> list[RankEnd]:
+        """The ends that no other end and no hang explain.
+
+        A rank that vanished long after others lost a peer was ended because of them.
+        """
+        ends = self._before_hang()
+        lost = [end.unix_ns for end in ends.values() if end.kind is EndKind.PEER_LOST]
+        limit = min(lost, default=0) + _LATEST_LOSS_NS
+        if lost:
+            ends = {
+                rank: end
+                for rank, end in ends.items()
+                if end.kind is not EndKind.VANISHED or end.unix_ns < limit
+            }
+        return first_ends(ends)
+
     def _before_hang(self) -> dict[int, RankEnd]:
         """The ends before a watchdog reported the hang. Later ends are consequences of the hang.
 
@@ -549,7 +596,13 @@ class _Case:
             or (end.kind is EndKind.FATAL_SIGNAL and self._does_not_answer(rank))
             # The rank that the others waited for failed later by itself.
             or (end.kind in _OWN_ERRORS and rank not in self._waiting)
+            or (end.kind is EndKind.PEER_LOST and self._is_without_collective())
         }
+
+    def _is_without_collective(self) -> bool:
+        """Whether no rank stands in a collective, also not in one that was not recorded."""
+        kinds = {state.activity.kind for state in self._states.values() if state.activity}
+        return not self._waits and ActivityKind.COLLECTIVE not in kinds
 
     def _ended(self, rank: int) -> bool:
         """Whether the time of the rank's end is known."""
@@ -574,10 +627,32 @@ class _Case:
         """The ends with the same message as the earliest one. Other ends may be consequences."""
         return [end for end in ends if _first_line(end.detail) == _first_line(ends[0].detail)]
 
-    def _peer_lost(self, firsts: Sequence[RankEnd]) -> Diagnosis:
+    def _peer_lost(self, firsts: Sequence[RankEnd]) -> Diagnosis | None:
         """Diagnose the loss of a peer: it left, its folder is missing, or the network failed."""
-        if self._complete:
-            return self._exited(self._complete)
+        if self._waited_for_late_ranks():
+            return None
+        reached = max(self._states[end.rank].step or 0 for end in firsts)
+        left = tuple(
+            rank
+            for rank in self._complete
+            if self._wait_for((rank,)) or (self._states[rank].step or 0) < reached
+        )
+        if left:
+            return self._exited(left)
+        first, root = firsts[0], root_ranks(self._waits)
+        is_alone = len(self._complete) == len(self._ends) - 1
+        if not self._missing and (is_alone or (root is not None and first.rank in root[1])):
+            return self._make(
+                Status.PROBLEM,
+                ProblemClass.RANK_DIED,
+                ranks=(first.rank,),
+                is_certain=False,
+                phase=self._states[first.rank].phase,
+                step=self._states[first.rank].step,
+                location=first.failed_at,
+                wait=self._wait_for((first.rank,)),
+                failure=first.detail,
+            )
         return self._make(
             Status.CANNOT_TELL,
             ProblemClass.RANK_DIED if self._missing else None,
@@ -587,6 +662,15 @@ class _Case:
             phase=self._states[firsts[0].rank].phase,
             failure=firsts[0].detail,
             unknown=Unknown.MISSING_RANKS if self._missing else Unknown.NO_CULPRIT,
+        )
+
+    def _waited_for_late_ranks(self) -> bool:
+        """Whether ranks lost a rank that had only not come yet: their own time limit was over."""
+        root = root_ranks(self._waits) if self._is_stuck() else None
+        late = () if root is None else root[1]
+        return bool(late) and all(
+            self._ends[rank].kind in (EndKind.RUNNING, EndKind.SIGTERM, EndKind.VANISHED)
+            for rank in late
         )
 
     def _exited(self, ranks: tuple[int, ...]) -> Diagnosis:
@@ -626,14 +710,19 @@ class _Case:
             return False
         if any(box.header.hang_seen_ns for box in self._boxes.values()):
             return True
-        longest = self._waits[0].seconds - self._since_first_end_s() if self._waits else 0.0
-        return not self._is_running and longest > self._longest_usual_s()
+        if self._is_running or not self._waits:
+            return False
+        wait = self._waits[0]
+        return wait.seconds - self._since_first_end_s(wait) > self._longest_usual_s()
 
-    def _since_first_end_s(self) -> float:
-        """Seconds from the first end of a rank to the last sign of life; a wait in them follows."""
+    def _since_first_end_s(self, wait: Wait) -> float:
+        """Seconds from the first end of a rank to the last sign of the ranks that wait.
+
+        A wait in this time follows from the end.
+        """
+        last = max(self._boxes[rank].header.sign_unix_ns for rank in wait.waiting)
         known = [end.unix_ns for end in self._ends.values() if end.kind is not EndKind.RUNNING]
-        first = min(filter(None, known), default=self._latest_ns)
-        return max(self._latest_ns - first, 0) / 1e9
+        return max(last - min(filter(None, known), default=last), 0) / 1e9
 
     def _mean_step_s(self, rank: int) -> float:
         entries = self._boxes[rank].entries
@@ -792,6 +881,8 @@ class _Case:
                 unknown=Unknown.MISSING_RANKS,
             )
         behind = tuple(rank for rank, stage in stages.items() if stage < last)
+        if ActivityKind.FOLLOWS in kinds and 0 in stages:
+            behind = (0,)
         if behind or (last and problem is ProblemClass.FOREIGN_COLLECTIVE):
             problem, ranks = ProblemClass.RANK_LATE, behind or ranks
         first = self._states[next(iter(ranks or self._states))]
@@ -1016,7 +1107,9 @@ class _Case:
             return ""
         if state.activity is not None and state.activity.frame is not None:
             return str(state.activity.frame)
-        return str(state.last.place) if state.last is not None and state.last.place else ""
+        if not state.waits or state.last is None:
+            return ""  # the line of a collective that has ended is not where the rank was
+        return str(state.last.place or "")
 
     def _wait_for(self, ranks: tuple[int, ...]) -> Wait | None:
         """The collective in which other ranks wait for these ranks."""

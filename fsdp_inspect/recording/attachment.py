@@ -251,6 +251,7 @@ class Attachment:
             lambda: self._memory_steps.close(),
             lambda: self._profile.abandon(),
             lambda: self._surveillance.stop(0.0, has_failed=False),  # type: ignore[union-attr]
+            lambda: self._surveillance.close(),  # type: ignore[union-attr]
             lambda: self._sampler.stop(0.0),  # type: ignore[union-attr]
             lambda: self._history.stop(),
             lambda: mark_released(self._sharder.units),
@@ -347,8 +348,8 @@ class Attachment:
         # Use an absolute path, because the script may change its working directory.
         path = (self._options.path or default_path(self._manifest.name)).absolute()
         try:
-            resume = self._options.resume
-            return agree_on_folder(path, self._manifest, self._rank, resume=resume)
+            peers, resume = self._process_groups.members(), self._options.resume
+            return agree_on_folder(path, self._manifest, self._rank, peers=peers, resume=resume)
         except OSError:  # the writer gets the same error, reports it once and retries
             return RecordingFolder(path, 0)
 
@@ -837,6 +838,8 @@ class Attachment:
                 compact=not has_failed,
                 timeout_s=max(_left(end_s), _LAST_WRITE_S) if has_failed else None,
             )
+            if self._surveillance is not None:
+                self._surveillance.close()
             self._release()
             if self._trackers is not None:
                 self._trackers.close(_left(end_s))
@@ -923,10 +926,12 @@ class Attachment:
         """Describe the error and its position; after an out-of-memory, also the memory use."""
         sentences = [describe_failure(error, self.session, self._manifest.units)]
         self._writer.update(
+            failure=sentences[0],
             failed_at=find_failing_line(error),
             failed_unix_ns=time.time_ns(),
             communication_error=find_communication_error(error),
         )
+        self._writer.flush_soon()  # the launcher may end this rank before it closes the recording
         if not is_out_of_memory(error):
             return sentences[0]
         try:

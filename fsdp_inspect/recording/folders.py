@@ -4,6 +4,10 @@ Rank 0 publishes the folder's name in the process group's key-value store. The t
 extra collective, and any backend works. Each rank records into the folder of that name next to its
 own configured path. A node that does not share rank 0's file system, or that has another path,
 therefore keeps its part on its own disk, with a copy of the manifest.
+
+Rank 0 may have no sharded model, for example if it only serves the other ranks. A rank therefore
+uses the choice of the lowest rank of its process groups, for which the training waits, too. If that
+is the rank itself, it waits for rank 0 for a short time, and then decides.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Collection
 from datetime import UTC, datetime
 from functools import partial
 from io import TextIOWrapper
@@ -37,6 +42,9 @@ from fsdp_inspect.store.schema import CRASH_FILE, MANIFEST_FILE, SIGTERM_FILE, S
 from fsdp_inspect.trace.run import JobLaunch, RunManifest, RunStatus
 
 _recordings = itertools.count()
+_RANK_0_S = 10.0
+"""The longest wait for a rank 0 for which the training itself does not wait."""
+_RANK_0_POLL_S = 0.05
 _MAX_SUFFIX = 1000
 _MAX_EARLIER = 100
 """The number of runs among which a restarted job looks for its earlier start."""
@@ -75,14 +83,20 @@ def default_path(name: str, directory: Path = Path("runs")) -> Path:
 
 
 def agree_on_folder(
-    path: Path, manifest: RunManifest, rank: int, *, resume: bool = False
+    path: Path,
+    manifest: RunManifest,
+    rank: int,
+    *,
+    peers: Collection[int] = (),
+    resume: bool = False,
 ) -> RecordingFolder:
-    """Create the run on rank 0 and share its name and attempt with every rank.
+    """Create the run on the first rank and share its name and attempt with every rank.
 
     Args:
         path: The configured run folder of this rank; only rank 0's last component counts.
         manifest: Written if the folder has none.
         rank: This rank.
+        peers: The ranks that share a process group of the model with this one; default: all.
         resume: Continue any run of the same job in the folder.
 
     Raises:
@@ -90,20 +104,38 @@ def agree_on_folder(
     """
     key = f"fsdp_inspect/{this_launch().num_restarts}/recording/{next(_recordings)}"
     alone = manifest.world_size == 1 or manifest.source == "emulated"
-    if rank != 0 and not alone:
-        return _follow_rank_0(key, path, manifest)._replace(key=key)
+    leader = rank if alone else min(peers, default=0)
+    if leader == rank != 0 and not alone and _comes(f"{key}/0"):
+        leader = 0
     chosen = RecordingFolder(path, 0, created_unix_ns=manifest.created_unix_ns)
     try:
-        chosen = _create(path, manifest, resume=resume)
+        if rank == leader:
+            chosen = _create(path, manifest, resume=resume)
+        else:
+            chosen = _follow(leader, f"{key}/{leader}", path, manifest)
     finally:
         if not alone:
-            message = {
-                "name": chosen.path.name,
-                "attempt": chosen.attempt,
-                "created_unix_ns": chosen.created_unix_ns,
-            }
-            default_store().set(key, json.dumps(message))
+            _publish(f"{key}/{rank}", chosen)
     return chosen._replace(key=key)
+
+
+def _publish(key: str, chosen: RecordingFolder) -> None:
+    message = {
+        "name": chosen.path.name,
+        "attempt": chosen.attempt,
+        "created_unix_ns": chosen.created_unix_ns,
+    }
+    default_store().set(key, json.dumps(message))
+
+
+def _comes(key: str) -> bool:
+    """Whether rank 0 publishes its folder soon."""
+    deadline = time.monotonic() + _RANK_0_S
+    while not default_store().check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_RANK_0_POLL_S)
+    return True
 
 
 def this_launch() -> JobLaunch:
@@ -120,15 +152,15 @@ def this_launch() -> JobLaunch:
     return JobLaunch(num_restarts=int(restarts))
 
 
-def _follow_rank_0(key: str, path: Path, manifest: RunManifest) -> RecordingFolder:
+def _follow(leader: int, key: str, path: Path, manifest: RunManifest) -> RecordingFolder:
     try:
         answer = json.loads(default_store().get(key))
-    except RuntimeError as error:  # DistStoreError: a timeout, or rank 0 has exited
-        warn(f"rank 0 sent no run folder ({error}). This rank records into {str(path)!r}.")
+    except RuntimeError as error:  # DistStoreError: a timeout, or the rank has exited
+        warn(f"rank {leader} sent no run folder ({error}). This rank records into {str(path)!r}.")
         return RecordingFolder(path, 0)
     chosen = path.with_name(answer["name"])
     with contextlib.suppress(OSError):  # the writer gets the same error and reports it
-        if not (chosen / MANIFEST_FILE).exists():  # rank 0 does not share this disk
+        if not (chosen / MANIFEST_FILE).exists():  # it does not share this disk
             known = {"run_id": chosen.name, "git_commit": find_script_commit()}
             if answer.get("created_unix_ns"):
                 known["created_unix_ns"] = answer["created_unix_ns"]

@@ -105,8 +105,11 @@ class Surveillance:
     def stop(self, timeout_s: float, *, has_failed: bool) -> None:
         """Stop the watchers; see `Watchdog.stop`."""
         self._watchdog.stop(timeout_s, has_failed=has_failed)
-        self._stacks.uninstall()
         self._patches.undo()
+
+    def close(self) -> None:
+        """No longer write stacks at signals. Until the record is written, they show the end."""
+        self._stacks.uninstall()
 
     def before_update(self) -> None:
         """With `on_desync="raise"`, compare all ranks and wait for them.

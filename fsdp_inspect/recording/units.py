@@ -111,6 +111,10 @@ class ProcessGroups:
         self._index_of.clear()
         self._last = None, -1
 
+    def members(self) -> set[int]:
+        """The ranks of all groups so far."""
+        return {rank for group in self._groups for rank in group.ranks}
+
     def describe(self) -> list[ProcessGroup]:
         """All groups of meshes and of collectives so far, by index, with their dimensions."""
         return with_labels(self._groups, self._world_size)

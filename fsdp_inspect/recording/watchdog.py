@@ -320,7 +320,7 @@ class Watchdog:
         try:
             # Without the store, the folder decides. Rank 0 also explains a second hang.
             if explanation.take() and (is_other or self._rank == 0 or not explanation.exists):
-                _print_diagnosis(self._run_folder)
+                print_diagnosis(self._run_folder)
                 explanation.note_printed()
         finally:
             explanation.release()
@@ -344,11 +344,13 @@ def tell(sentence: str, rank: int) -> None:
     print(f"fsdp_inspect: rank {rank}: {sentence}", file=sys.stderr, flush=True)
 
 
-def _print_diagnosis(run_folder: Path) -> None:
+def print_diagnosis(run_folder: Path) -> None:
     """Run `diagnose` in a child process, which cannot disturb this one, and print its answer."""
     result = run_command("diagnose", str(run_folder), "--brief")
     text = "" if result is None else result.stdout.strip()
-    if not text:
+    if result is not None and result.returncode == 0:
+        text = "The ranks did not move for a while, and have moved on since."
+    elif not text:
         text = (
             "The ranks do not move, and the diagnosis failed or took too long on this machine. To "
             f"see which rank they wait for: fsdp-inspect diagnose {shlex.quote(str(run_folder))}"

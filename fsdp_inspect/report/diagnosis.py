@@ -221,7 +221,10 @@ def headline_diagnosis(found: Diagnosis) -> str:
     if found.training is not None:
         return found.training.headline
     who = format_ranks(found.ranks) if 0 < len(found.ranks) <= 2 else f"{len(found.ranks)} ranks"
-    words = _HEADLINES[found.problem].format(who=who if found.ranks else "a rank")
+    words = _HEADLINES[found.problem]
+    if found.problem is ProblemClass.STOPPED and found.ranks:
+        words = "SIGTERM ended {who} before the others"
+    words = words.format(who=who if found.ranks else "a rank")
     text = f"{words}{_in_step(found)}."
     return capitalize(text if found.is_certain else f"probably, {text}")
 
@@ -236,7 +239,7 @@ _HEADLINES = {
     ProblemClass.FOREIGN_COLLECTIVE: "a collective outside FSDP has no counterpart on other ranks",
     ProblemClass.TRANSPORT_STUCK: "the transport between the ranks makes no progress",
     ProblemClass.HOST_DEADLOCK: "{who} waits for a lock",
-    ProblemClass.SLOW_BUT_ALIVE: "the ranks run, but issue no collective",
+    ProblemClass.SLOW_BUT_ALIVE: "the ranks issued no collective for a while",
     ProblemClass.OUT_OF_MEMORY: "{who} ran out of memory",
     ProblemClass.STOPPED: "the run was stopped from outside",
     ProblemClass.NOT_FINITE: "{who} has values that are not finite",
@@ -287,7 +290,11 @@ def _late(found: Diagnosis) -> str:
     if found.wait is None and any(state.start_stage for state in found.states):
         return f"The training has not begun. {_not_started(found)}."
     if found.wait is None:
-        return f"No rank has issued a collective for {_longest_idle(found)}.{_common(found)}"
+        gone = [each.rank for each in found.states if each.end.kind is EndKind.VANISHED]
+        was = "was" if len(gone) == 1 else "were"
+        then = f" Then {format_ranks(gone)} {was} killed, or left silently." if gone else ""
+        idle = _longest_idle(found)
+        return f"No rank has issued a collective for {idle}.{_common(found)}{then}"
     who = capitalize(format_ranks(found.ranks))
     if found.ranks and not found.wait.absent:
         return f"{_all_wait(found, found.wait)}. {who} {_silent(found, found.ranks)}"
@@ -392,7 +399,7 @@ def _last_seen(state: RankState, found: Diagnosis) -> str:
 
 
 def _unseen(state: RankState, since: str) -> str:
-    phase = "" if state.phase is None else f" in {state.phase.label}"
+    phase = f" in {state.phase.label}" if state.phase else ""
     return f"It was last seen{phase}; it issued nothing{since}, and its stack is unknown."
 
 
@@ -410,6 +417,7 @@ _DOING = {
     ActivityKind.FILE: "reading or writing a file",
     ActivityKind.COLLECTIVE: "in a collective",
     ActivityKind.COMPARISON: "in the comparison of ranks before an optimizer step",
+    ActivityKind.FOLLOWS: "waiting for rank 0 to begin to train",
     ActivityKind.CODE: "in its own code",
 }
 
@@ -501,7 +509,7 @@ def _how_died(found: Diagnosis) -> str:
         return f"{who} crashed in native code ({found.failure}){where}{at}.{_waited(found)}"
     if kind is EndKind.INTERRUPTED:
         return f"{who} was interrupted (SIGINT, such as Ctrl-C){where}.{_waited(found)}"
-    if kind is EndKind.EXCEPTION:
+    if kind in (EndKind.EXCEPTION, EndKind.PEER_LOST):
         at = f" ({shorten_place(first.end.failed_at)})" if first and first.end.failed_at else ""
         return f"{who} failed with {_clip(found.failure)}{at}.{_waited(found)}{_before(found)}"
     if kind is EndKind.VANISHED:
@@ -559,7 +567,7 @@ def _out_of_memory(found: Diagnosis) -> str:
 def _position(state: RankState | None) -> str:
     if state is None or state.step is None:
         return ""
-    phase = "" if state.phase is None or not state.phase else f", in {state.phase.label}"
+    phase = f", last seen in {state.phase.label}" if state.phase else ""
     return f" in step {state.step}{phase}"
 
 
@@ -587,6 +595,12 @@ _STOPPED = {
 
 
 def _stopped(found: Diagnosis) -> str:
+    if found.ranks:
+        was = "was" if len(found.ranks) == 1 else "were"
+        return (
+            f"{capitalize(format_ranks(found.ranks))} {was} ended by SIGTERM{_in_step(found)}, "
+            "before another rank failed. A launcher, a scheduler, a user or the script sent it."
+        )
     stopped = [state for state in found.states if state.end.kind in _STOPPED]
     kinds = {state.end.kind for state in stopped}
     how = _STOPPED[kinds.pop()] if len(kinds) == 1 else "were ended"
@@ -763,8 +777,10 @@ def _common(found: Diagnosis) -> str:
         return "" if first is None else f" {_doing(first, found)}"
     state = next(state for state in found.states if state.activity is not None)
     assert state.activity is not None
-    has = "have been" if found.is_running else "had been"
-    return f" All {has} {_activity(state.activity)}."
+    ranks = [each.rank for each in found.states if each.activity is not None]
+    who = "All" if len(ranks) == len(found.states) else capitalize(format_ranks(ranks))
+    has = "has" if len(ranks) == 1 else "have"
+    return f" {who} {has if found.is_running else 'had'} been {_activity(state.activity)}."
 
 
 def _no_problem(found: Diagnosis) -> str:
@@ -805,9 +821,10 @@ def _no_problem(found: Diagnosis) -> str:
                 "agreed: the run has no black box."
             )
         case _:
+            lost = [each.rank for each in found.states if each.end.kind is EndKind.PEER_LOST]
             return (
-                "Cannot tell which rank failed first: the ranks lost the connection "
-                f"({_clip(found.failure)})."
+                f"Cannot tell which rank failed first: {format_ranks(lost)} lost the connection, "
+                f"or waited too long ({_clip(found.failure)})."
             )
 
 
@@ -973,7 +990,7 @@ def _next(found: Diagnosis) -> Iterator[str]:
         return
     if found.difference is not None and found.difference.is_race:
         yield _OWN_GROUP
-        yield "Do not use the weights of this run: results since that step are wrong."
+        yield from _about_weights(found)
         return
     if found.race is not None:
         verb = "crashes" if found.problem is ProblemClass.RANK_DIED else "hangs"
@@ -981,6 +998,7 @@ def _next(found: Diagnosis) -> Iterator[str]:
     if found.training is not None:
         yield from dict.fromkeys(each.change for each in (found.training, *found.other_faults))
     yield from _NEXT.get(found.problem, ()) if found.problem is not None else ()
+    yield from _about_weights(found)
     yield from _next_for_rank(found)
     if found.problem is ProblemClass.NOT_FINITE and not _is_exact(found):
         yield (
@@ -994,6 +1012,12 @@ def _next(found: Diagnosis) -> Iterator[str]:
         )
     if found.unknown is Unknown.NO_BLACK_BOX:
         yield "Record the training again with this version, which writes a black box."
+
+
+def _about_weights(found: Diagnosis) -> Iterator[str]:
+    """What follows for the weights, if collectives of different tensors have finished."""
+    if found.difference is not None and found.difference.num_since:
+        yield "Do not use the weights of this run: results since that step are wrong."
 
 
 def _next_for_rank(found: Diagnosis) -> Iterator[str]:
@@ -1026,7 +1050,6 @@ _NEXT: dict[ProblemClass, tuple[str, ...]] = {
         "Make every rank run the same units in the same order: a branch that depends on the data "
         "or the rank must be taken by all ranks, or call the unit on dummy input.",
         "Stop at the next such step with Recorder(on_desync='raise').",
-        "Do not use the weights of this run: results since that step are wrong.",
     ),
     ProblemClass.SIZE_MISMATCH: (
         "Compare the model and the dtypes of the ranks: they must build the same model.",

@@ -15,6 +15,7 @@ from fsdp_inspect.store.files import LocalFiles, RunFiles, is_url, open_files
 from fsdp_inspect.store.records import decode_record, encode_record, replace_file
 from fsdp_inspect.store.remote_runs import find_remote_runs
 from fsdp_inspect.store.schema import (
+    BLACK_BOX_FILE,
     DETAIL_REQUEST_FILE,
     MANIFEST_FILE,
     PROFILE_REQUEST_FILE,
@@ -392,8 +393,11 @@ def pid_scope() -> str:
 
 
 def last_sign_unix_ns(record: RankRecord, files: RunFiles, folder: str) -> int:
-    """Time of the last write of this rank: wall time, ns."""
-    names = [RANK_FILE, *(file.live_name for file in RECORDED_TABLES)]
+    """Time of the last write of this rank: wall time, ns.
+
+    Another process keeps the black box, also while the rank is stopped or native code blocks it.
+    """
+    names = [RANK_FILE, BLACK_BOX_FILE, *(file.live_name for file in RECORDED_TABLES)]
     times = (files.modified_unix_ns(f"{folder}/{name}") for name in names)
     return max(record.flushed_unix_ns, *(moment or 0 for moment in times))
 

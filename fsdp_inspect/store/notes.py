@@ -64,6 +64,14 @@ def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> l
     return notes
 
 
+def note_no_events(rank: int, num_steps: int) -> str:
+    """Note that the table of a rank that completed steps was deleted."""
+    return (
+        f"Rank {rank} has no table of events, and completed {plural(num_steps, 'step')}. Times "
+        "that need it are missing or 0. Copy events.parquet into its folder again."
+    )
+
+
 def note_step_counts(records: Sequence[RankRecord]) -> list[str]:
     """Note the ranks that ended normally after another number of steps than most ranks."""
     complete = [record for record in records if record.status is RunStatus.COMPLETE]

@@ -30,6 +30,7 @@ from fsdp_inspect.store.notes import (
     note_ends,
     note_losses,
     note_missing,
+    note_no_events,
     note_numerics,
     note_step_counts,
     note_stream,
@@ -572,13 +573,17 @@ class StoredRun:
         if growing is not None:
             return check_values(growing, name)
         state = self._state_of(rank, file)
+        record = self._records[rank]
+        is_there = any(changed for _, changed in state)
+        if file is EVENTS and not is_there and record is not None and record.num_steps:
+            self._found[note_no_events(rank, record.num_steps)] = None
         asked = self.path, state
         whole, part = (*asked, None), (*asked, None if steps is None else frozenset(steps))
         table: TableT | None = self._reuse.kept.find(whole, part)
         if table is None:
             decoded, is_whole = self._decode(rank, file, steps)
             table = check_values(decoded, name)
-            if any(changed for _, changed in state):
+            if is_there:
                 self._reuse.kept.keep(whole if is_whole else part, table)
         return table
 

@@ -201,12 +201,20 @@ class RankWriter:
         if not self._is_owner() or self._is_closed:
             return
         if self._thread.is_alive():
-            done = threading.Event()
-            self._waiting.append(done)
-            self._wake.set()
-            done.wait(_FLUSH_TIMEOUT_S)
+            self.flush_soon().wait(_FLUSH_TIMEOUT_S)
         else:
             self._flush_safely()
+
+    def flush_soon(self) -> threading.Event:
+        """Let the background thread write all rows and the record now.
+
+        Returns:
+            Set when they are written.
+        """
+        done = threading.Event()
+        self._waiting.append(done)
+        self._wake.set()
+        return done
 
     def close(
         self,

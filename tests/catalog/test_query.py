@@ -76,6 +76,21 @@ def test_time_and_memory_of_a_query_are_limited(catalog: Catalog) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sql", "timeout_s", "error"),
+    [
+        ("SELECT * FROM range(100000000000)", 0.3, "was stopped"),
+        ("SELECT CAST(if(range < 50000, '1', 'x') AS INT) FROM range(90000)", 60, "Conversion"),
+    ],
+)
+def test_a_query_that_ends_between_two_rows_has_no_result(
+    catalog: Catalog, sql: str, timeout_s: float, error: str
+) -> None:
+    """The rows before the end look like a complete result."""
+    with pytest.raises(QueryError, match=error):
+        catalog.query(sql, timeout_s=timeout_s, memory_bytes=1 << 30)
+
+
+@pytest.mark.parametrize(
     "sql",
     ["SELECT range(20000000) FROM range(1000)", "SELECT repeat('x', 2000000000)"],
     ids=["list", "text"],

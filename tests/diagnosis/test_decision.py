@@ -1,12 +1,14 @@
 """What a scheduler does after a run."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from fsdp_inspect.diagnosis.decision import SchedulerAction, decide
-from fsdp_inspect.diagnosis.diagnose import diagnose
+from fsdp_inspect.diagnosis.diagnose import ProblemClass, diagnose
 from fsdp_inspect.trace.run import RunStatus
+from tests.boxes import HEADER, SECOND, Call, make_box
 from tests.browser.states import write_crashed
 from tests.builders import InMemoryRun, RunBuilder
 
@@ -48,6 +50,20 @@ CASES = {
     "a node that kills twice": (attempt(attempt(at=0), at=1), SchedulerAction.EXCLUDE, False),
     "two nodes that kill once": (attempt(attempt(at=2), at=1), SchedulerAction.RESTART, False),
 }  # fmt: skip
+
+
+def test_only_a_run_that_goes_on_makes_progress() -> None:
+    """A rank that stood outside collectives and then died."""
+    seen = {"sign_ns": 60 * SECOND, "hang_seen_ns": 50 * SECOND, "sign_unix_ns": 60 * SECOND}
+    builder = RunBuilder(world_size=2)
+    for rank, status in enumerate((RunStatus.COMPLETE, RunStatus.CRASHED)):
+        builder.rank(rank).record = {"status": status}
+    box = make_box([Call(0)], (0, 1), replace(HEADER, **seen))
+    run = replace(builder.build(), black_boxes={0: box, 1: box})
+    found = diagnose(run)
+    assert found.problem is ProblemClass.SLOW_BUT_ALIVE
+    assert decide(found, run).action is SchedulerAction.RESTART
+    assert decide(replace(found, is_running=True), run).action is SchedulerAction.CONTINUE
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,6 +10,7 @@ from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unk
 from fsdp_inspect.report.diagnosis import (
     describe_diagnosis,
     diagnosis_to_dict,
+    headline_diagnosis,
     render_diagnosis,
 )
 from fsdp_inspect.store.reader import open_run
@@ -95,6 +96,12 @@ def test_a_hang_that_ended_before_the_watchdog_looked_again_is_no_hang() -> None
     done = dict.fromkeys(RANKS, RunStatus.COMPLETE)
     found = diagnose(run_of({rank: make_box(DONE, RANKS, HUNG) for rank in RANKS}, done))
     assert (found.status, found.problem) == (Status.HEALTHY, None)
+
+
+def test_the_line_of_a_late_rank_without_stacks_is_unknown() -> None:
+    """The line of its last collective, which has ended, is another one."""
+    found = diagnose(run_of({rank: waiting(rank) for rank in RANKS}))
+    assert (found.problem, found.ranks, found.location) == (ProblemClass.RANK_LATE, (1,), "")
 
 
 def test_the_rank_that_never_came_is_late_with_its_line() -> None:
@@ -514,6 +521,102 @@ def loaders(ended: tuple[int, int], waiting: tuple[int, int]) -> dict[int, Black
     return {**boxes, 1: make_box(DONE, RANKS, done)}
 
 
+# --- a lost peer that another end explains
+
+LOST = "RuntimeError at step 5: Connection closed by peer"
+
+
+def lost_run(
+    boxes: dict[int, BlackBox], others: dict[int, RunStatus], dumps: dict[int, list[StackDump]]
+) -> InMemoryRun:
+    """A run in which all ranks except `others` lost a peer in second 60."""
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.FAILED) | others, dumps)
+    lost = {"failure": LOST, "communication_error": LOST, "failed_unix_ns": 60 * SECOND}
+    for rank in set(RANKS) - set(others):
+        run = with_record(run, rank, **lost)
+    return run
+
+
+def seen_until(second: int, **fields: int) -> Header:
+    return replace(HEADER, sign_ns=second * SECOND, sign_unix_ns=second * SECOND, **fields)
+
+
+@pytest.mark.parametrize("ended_s", [60, 90])
+def test_a_rank_that_vanished_long_after_the_others_lost_a_peer_was_late(ended_s: int) -> None:
+    boxes = {rank: replace(waiting(rank), header=seen_until(60)) for rank in RANKS}
+    boxes[1] = replace(boxes[1], header=seen_until(60, ended_unix_ns=ended_s * SECOND))
+
+    found = diagnose(lost_run(boxes, {1: RunStatus.CRASHED}, {}))
+
+    problem = ProblemClass.RANK_DIED if ended_s == 60 else ProblemClass.RANK_LATE
+    assert (found.problem, found.ranks) == (problem, (1,))
+
+
+def test_a_rank_that_had_not_come_when_the_others_timed_out_is_late() -> None:
+    boxes = {rank: replace(waiting(rank), header=seen_until(60)) for rank in RANKS}
+    boxes[1] = replace(boxes[1], header=seen_until(90, ended_unix_ns=90 * SECOND))
+    dumps = {1: dump_at("time.sleep(600)", DumpSource.SIGTERM)}
+
+    found = diagnose(lost_run(boxes, {1: RunStatus.CRASHED}, dumps))
+
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (1,), True)
+    assert describe_diagnosis(found).sentence == (
+        "Rank 1 never reached the all-gather of unit 3 in forward of step 0. It had been sleeping "
+        "at train.py:88 (`time.sleep(600)`) for 87 s. 2 ranks waited for it."
+    )
+
+
+@pytest.mark.parametrize(("ended_s", "is_first"), [(59, True), (61, False)])
+def test_a_rank_that_sigterm_ended_before_the_others_lost_it_is_named(
+    ended_s: int, is_first: bool
+) -> None:
+    boxes = {rank: make_box(DONE, RANKS, seen_until(60)) for rank in RANKS}
+    boxes[1] = make_box(DONE, RANKS, seen_until(ended_s, ended_unix_ns=ended_s * SECOND))
+    dumps = {1: dump_at("loss.backward()", DumpSource.SIGTERM)}
+
+    found = diagnose(lost_run(boxes, {1: RunStatus.CRASHED}, dumps))
+
+    expected = (ProblemClass.STOPPED, (1,)) if is_first else (None, ())
+    assert (found.problem, found.ranks, found.is_certain) == (*expected, False)
+    begin = "Probably: Rank 1 was ended by SIGTERM" if is_first else "Cannot tell which rank failed"
+    assert describe_diagnosis(found).sentence.startswith(begin)
+    assert ("SIGTERM ended rank 1 before the others" in headline_diagnosis(found)) is is_first
+
+
+def test_the_awaited_rank_that_lost_a_peer_first_is_named() -> None:
+    """For example, a store of its own did not answer."""
+    boxes = {rank: replace(waiting(rank), header=seen_until(7)) for rank in RANKS}
+    run = with_record(lost_run(boxes, {}, {}), 1, failed_unix_ns=6 * SECOND, failed_at="t.py:4")
+
+    found = diagnose(run)
+
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_DIED, (1,), False)
+    assert found.location == "t.py:4"
+
+
+def test_a_rank_that_fails_after_the_others_ended_normally_has_failed() -> None:
+    """Its peers did not leave early, so they are not at fault; nor does it make progress."""
+    late = replace(seen_until(60), hang_seen_ns=50 * SECOND)
+    boxes = {rank: make_box(DONE, RANKS, late) for rank in RANKS}
+    ended = dict.fromkeys((0, 2), RunStatus.COMPLETE)
+
+    found = diagnose(lost_run(boxes, ended, {1: dump_at("upload()")}))
+
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_DIED, (1,), False)
+
+
+def test_ranks_that_stand_outside_collectives_are_counted() -> None:
+    boxes = {rank: make_box(DONE, RANKS, HUNG) for rank in RANKS}
+    run = run_of(boxes, dumps=dict.fromkeys((0, 2), dump_at("time.sleep(9)")))
+    assert diagnose(run).problem is ProblemClass.SLOW_BUT_ALIVE
+    sentence = describe_diagnosis(diagnose(run)).sentence
+    assert "Ranks 0, 2 have been sleeping at train.py:88" in sentence
+
+    killed = diagnose(with_record(run, 2, status=RunStatus.CRASHED))
+    sentence = describe_diagnosis(killed).sentence
+    assert sentence.endswith("Then rank 2 was killed, or left silently.")
+
+
 def all_wait() -> dict[int, BlackBox]:
     return {rank: waiting(rank) for rank in RANKS}
 
@@ -802,6 +905,20 @@ def test_of_ranks_in_a_circle_the_ranks_that_are_fewer_than_the_others_are_named
     found = diagnose(run_of(boxes, world_size=4))
 
     assert (found.ranks, found.is_certain) == ((3,), False)
+
+
+def test_before_the_first_step_the_rank_that_the_recording_waits_for_is_late() -> None:
+    """Ranks wait for rank 0 where the training waits for it, too."""
+    inner = '  File "/site-packages/fsdp_inspect/recording/folders.py", line 9 in _follow\n'
+    torch = '  File "/site-packages/torch/distributed/distributed_c10d.py", line 9 in barrier\n'
+    dumps = dict.fromkeys((1, 2), dump_at("model(x)", inner=inner))
+    dumps[0] = dump_at("dist.barrier()", inner=torch)
+    boxes = {rank: make_box([], RANKS, HUNG) for rank in RANKS}
+
+    found = diagnose(run_of(boxes, dumps=dumps, start_stage=StartStage.SHARDED))
+
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (0,), False)
+    assert "waiting for rank 0 to begin to train" in describe_diagnosis(found).sentence
 
 
 @pytest.mark.parametrize(

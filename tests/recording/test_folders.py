@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -39,14 +39,39 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return store
 
 
-def agree(path: Path, rank: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> RecordingFolder:
+def agree(
+    path: Path,
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    peers: Collection[int] = (),
+    **fields: Any,
+) -> RecordingFolder:
     """Agree on a folder like the first recording of a rank's process."""
     monkeypatch.setattr(folders, "_recordings", itertools.count())
     manifest = RunManifest(
         run_id=path.name, created="", created_unix_ns=0, world_size=2, backend="gloo",
         device_type="cpu", **fields,
     )  # fmt: skip
-    return agree_on_folder(path, manifest, rank)
+    return agree_on_folder(path, manifest, rank, peers=peers)
+
+
+@pytest.mark.parametrize("has_rank_0", [False, True])
+def test_ranks_without_rank_0_in_their_groups_do_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_rank_0: bool
+) -> None:
+    """Rank 0 may have no sharded model. In a mesh, a rank may share no group with the first."""
+    monkeypatch.setattr(folders, "_RANK_0_S", 0.1)
+    if has_rank_0:
+        agree(tmp_path / "a", 0, monkeypatch)
+
+    found = [
+        agree(tmp_path / name, rank, monkeypatch, peers=peers)
+        for name, rank, peers in (("b", 1, (1, 2, 3)), ("c", 2, (1, 2, 4)), ("d", 4, (2, 3, 4)))
+    ]
+
+    name = "a" if has_rank_0 else "b"
+    assert {each.path for each in found} == {tmp_path / name}
+    assert read_manifest(tmp_path / name).run_id == name
 
 
 def test_rank_0_chooses_the_name_and_each_rank_the_place(

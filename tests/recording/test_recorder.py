@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
+import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +30,8 @@ from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.schema import SIGTERM_FILE
+from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventKind, Phase, Source
 from fsdp_inspect.trace.run import RunStatus
 from tests.torch_versions import needs_pinned_torch, needs_torch
@@ -266,6 +271,52 @@ def test_a_failed_training_says_where_it_stood(fake_ranks: None, tmp_path: Path)
     assert run.status is RunStatus.FAILED
     assert run.ranks[0].failure == "ZeroDivisionError at step 3, forward of 1: division by zero"
     assert run.ranks[0].num_steps == 3
+
+
+def test_a_rank_that_is_killed_while_it_closes_after_an_error_has_failed_with_it(
+    fake_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher ends the other ranks as soon as one has failed."""
+    monkeypatch.setattr(RankWriter, "close", lambda *_, **__: None)
+    model = sharded_model()
+
+    def train_into_failure() -> None:
+        with quiet(model, tmp_path / "run", flush_interval_s=3600) as recorder:
+            train(model, recorder)
+            raise ValueError("no label")
+
+    with pytest.raises(ValueError, match="no label"):
+        train_into_failure()
+    deadline = time.monotonic() + 60
+    while open_run(tmp_path / "run").ranks[0].failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert open_run(tmp_path / "run").ranks[0].failure == "ValueError at step 3: no label"
+
+
+_TERMINATED_WHILE_IT_CLOSES = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from fsdp_inspect import Recorder
+from fsdp_inspect.store.writer import RankWriter
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(torch.nn.Linear(4, 4))
+RankWriter.close = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+with Recorder(model, path=sys.argv[1]):
+    model(torch.ones(1, 4)).sum().backward()
+    raise ValueError("lost a peer")
+"""
+
+
+@pytest.mark.distributed
+def test_a_launcher_s_sigterm_leaves_stacks_until_the_recording_is_closed(tmp_path: Path) -> None:
+    """Otherwise the rank looks as if it had been killed silently."""
+    command = [sys.executable, "-c", _TERMINATED_WHILE_IT_CLOSES, str(tmp_path / "run")]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == -signal.SIGTERM
+    (file,) = tmp_path.glob(f"run/attempt-000/rank-00000/{SIGTERM_FILE}")
+    assert "most recent call first" in file.read_text()
 
 
 def test_running_out_of_memory_names_unit_and_phase(fake_ranks: None, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import SILENCE_S, is_alive, last_sign_unix_ns, pid_scope
+from fsdp_inspect.store.schema import BLACK_BOX_FILE
 from fsdp_inspect.trace.run import ClockPair
 from tests.store.run_files import make_record
 
@@ -58,6 +59,13 @@ def test_rank_elsewhere_is_dead_after_a_long_silence(
     last = time.time_ns() - int(silence_s * 1e9)
     record = make_record(host="node7", pid=1, flushed_unix_ns=last)
     assert is_alive(record, LocalFiles(tmp_path), "rank") is alive
+
+
+def test_a_stopped_rank_elsewhere_is_alive_while_its_black_box_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "rank").mkdir()
+    (tmp_path / "rank" / BLACK_BOX_FILE).touch()
+    record = make_record(host="node7", pid=1, flushed_unix_ns=1)
+    assert is_alive(record, LocalFiles(tmp_path), "rank")
 
 
 def test_last_sign_is_that_of_the_file_that_changed_last(tmp_path: Path) -> None:

@@ -264,6 +264,15 @@ def test_missing_rank_is_named_and_asking_for_it_says_what_to_do(tmp_path: Path)
     assert set(run.summary().rank.tolist()) == {1}
 
 
+def test_a_deleted_table_of_events_is_noted(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    rewrite_record(tmp_path, 1, num_steps=3)
+    (rank_folder(tmp_path, 0, 1) / "events.parquet").unlink()
+    run = open_run(tmp_path)
+    assert not len(run.events(1))
+    assert any("Rank 1 has no table of events, and completed 3 steps." in n for n in run.notes)
+
+
 def test_emulated_run_lacks_no_ranks(tmp_path: Path) -> None:
     manifest = make_manifest(world_size=64, source="emulated")
     write_rank(tmp_path, 0, attempt=create_run(tmp_path, manifest)).close()

@@ -28,8 +28,7 @@ def describe_difference(found: OrderDifference, unit_names: Sequence[str]) -> st
     earlier = ""
     if found.usual.unit == UNKNOWN_UNIT:
         earlier = " Before it, they may have differed in collectives of equal kind and size."
-    apart = f" The ranks parted at {shorten_place(found.branch)}." if found.branch else ""
-    return f"{_subject(found, unit_names)}{apart} {_consequence(found)}{earlier}"
+    return f"{_subject(found, unit_names)}{_branch(found)} {_consequence(found)}{earlier}"
 
 
 def describe_issued(issued: Issued, unit_names: Sequence[str], *, with_size: bool = True) -> str:
@@ -105,6 +104,19 @@ def _subject(found: OrderDifference, names: Sequence[str]) -> str:
             )
         case _:
             return f"{who} issued {mine}{where}{at}. {rest} issued {theirs}{usual_at}."
+
+
+def _branch(found: OrderDifference) -> str:
+    """A sentence about the line of the training loop that only one side has reached."""
+    if not found.branch:
+        return ""
+    place = found.usual.place
+    is_of_others = place is not None and place.loop_line == found.branch
+    others = [rank for ranks, _ in found.issued for rank in ranks if rank not in found.culprits]
+    line = shorten_place(found.branch)
+    if is_of_others:
+        return f" In this step, only {format_ranks(sorted(others))} reached {line}."
+    return f" Only {format_ranks(found.culprits)} reached {line}."
 
 
 def _steps(found: OrderDifference, names: Sequence[str]) -> str:

@@ -216,4 +216,6 @@ def test_the_line_at_which_the_ranks_parted_is_that_of_the_loop(
     assert found is not None
     assert found.culprits == (1,)
     assert found.location == location
-    assert ("The ranks parted at" in describe_difference(found, NAMES)) == is_measured
+    who = {"train.py:12": "In this step, only ranks 0, 2", "train.py:14": "Only rank 1"}
+    text = describe_difference(found, NAMES)
+    assert (f"{who.get(location)} reached {location}." in text) == is_measured
