@@ -84,6 +84,14 @@ def describe_trust(trust: Trust, summary: Summary, self_check: str) -> str:
     return " · ".join([steps, cores, f"self-check {self_check}", ranks])
 
 
+def describe_typical(summary: Summary) -> str:
+    """The steps behind the typical step: `mean over the middle 14 of 28 timed steps`."""
+    number = len(summary.breakdown.steps) if summary.breakdown else 0
+    if number == summary.num_timed_steps:
+        return f"mean over {plural(number, 'timed step')}"
+    return f"mean over the middle {number} of {plural(summary.num_timed_steps, 'timed step')}"
+
+
 def describe_memory_method(memory: Memory) -> str:
     """The tool that counted memory on the rank with the highest peak: `storage tracker`."""
     methods = {row.rank: row.method for row in memory.ranks}

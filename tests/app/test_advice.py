@@ -13,7 +13,7 @@ from fsdp_inspect.advice.request import AdviceRequest, how_to_verify
 from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.report.advice import describe_alternative, describe_plan_peak, describe_saving
+from fsdp_inspect.report.advice import describe_effect, describe_plan_peak, describe_saving
 from fsdp_inspect.simulation.predictions.ledger import LEDGER_FILE, append_entries
 from fsdp_inspect.simulation.predictions.records import Outcome, Ruling, now
 from fsdp_inspect.store.reader import open_run
@@ -111,7 +111,7 @@ def test_an_alternative_for_less_memory_says_between_what(open_app, advice, monk
     plan = dataclasses.replace(advice.plan, smallest=smallest)
     changed = dataclasses.replace(advice, plan=plan)
     monkeypatch.setattr("fsdp_inspect_app.app_pages.advice.search.advice_of", lambda *_: changed)
-    assert describe_alternative(smallest, plan) in read(open_app(SAMPLES, "advice", run=RUN))
+    assert describe_effect(smallest, plan) in read(open_app(SAMPLES, "advice", run=RUN))
 
 
 def test_the_plan_its_snippet_and_how_to_verify_it_are_there(advised, advice):

@@ -15,12 +15,15 @@ from fsdp_inspect.errors import PredictionError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.report.advice import (
-    describe_alternative,
+    describe_effect,
+    describe_new_run,
+    describe_plan_for_limit,
     describe_plan_peak,
     describe_row,
     describe_saving,
     describe_searched_plans,
     recommended,
+    title_of_plan,
 )
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.result_types import (
@@ -103,8 +106,6 @@ def show_page(entry: RunEntry, run: Run) -> None:
     advice = advice_of(entry, question.request)
     with answer:
         show_headline(plain(advice.answer))
-        if advice.plan is not None:
-            _show_numbers(advice.plan)
         _show_recommended(advice, question, run.manifest)
     if advice.findings:
         with show_fold(f"Findings: {len(advice.findings)}", key="findings"):
@@ -121,8 +122,14 @@ def _show_recommended(advice: Advice, question: Question, manifest: RunManifest)
     """Show the fix or change to make first, in full, and what makes it uncertain."""
     finding, suggestion = recommended(advice)
     plan = advice.plan
+    if plan is not None and (finding is None or not plan.recorded_fits):
+        _show_numbers(plan)
     if finding is not None:
         _show_finding(finding, manifest, key="recommended")
+        if plan is not None and plan.suggestions and not plan.recorded_fits:
+            show_text(plain(describe_plan_for_limit(plan)))
+    elif plan is not None and plan.is_whole:
+        _show_proposal(title_of_plan(plan), plan.fastest, plan, question, key="recommended")
     elif suggestion is not None and plan is not None:
         _show_suggestion(suggestion, plan, question, manifest, key="recommended")
     if plan is not None and plan.suggestions and plan.caveats:
@@ -269,16 +276,16 @@ def _show_plan(
             _show_front(plan, question)
         with right:
             if plan.smallest is not None:
-                _show_alternative(plan.smallest, plan, question)
+                title = "Alternative with less memory (replaces the plan above)"
+                _show_proposal(title, plan.smallest, plan, question, key="smallest")
             _show_rest(plan, run.summary())
         show_note(plain(describe_searched_plans(plan)))
 
 
 def _show_numbers(plan: PlanAdvice) -> None:
     fastest = plan.fastest
-    interval = f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}"
     numbers = (
-        ("Predicted step", format_ns(fastest.step_ns), interval),
+        ("Predicted step", format_ns(fastest.step_ns), describe_new_run(fastest)),
         (
             "Recorded step",
             format_ns(plan.recorded_step_ns),
@@ -409,16 +416,17 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
 # --- other plans
 
 
-def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) -> None:
-    with show_card("Alternative with less memory", key="smallest"):
+def _show_proposal(
+    title: str, proposal: Proposal, plan: PlanAdvice, question: Question, *, key: str
+) -> None:
+    """Show a whole plan with its effect."""
+    with show_card(title, key=key):
         show_title(proposal.what)
-        show_text(
-            plain(f"Predicted: {describe_alternative(proposal, plan)}. Replaces the plan above.")
-        )
+        show_text(plain(f"Predicted: {describe_effect(proposal, plan)}."))
         lines = [f"- **Assumed**: {plain(line)}" for line in proposal.assumptions]
         lines += [f"- **Risk**: {plain(line)}" for line in proposal.risks]
         show_text("\n".join(lines))
-        _offer_plan(proposal.plan, question, key="smallest", label=PLAN_FILE)
+        _offer_plan(proposal.plan, question, key=key, label=PLAN_FILE)
 
 
 def _show_front(plan: PlanAdvice, question: Question) -> None:
