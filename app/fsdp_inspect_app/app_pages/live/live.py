@@ -7,7 +7,8 @@ from pathlib import Path
 import streamlit as st
 
 from fsdp_inspect import Run
-from fsdp_inspect.analysis.live.alerts import RULES, AlertRule
+from fsdp_inspect.alert_rules import RULES, AlertRule
+from fsdp_inspect.alert_watch import WATCH, is_webhook
 from fsdp_inspect.analysis.live.feed import LiveFeed
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
@@ -35,7 +36,6 @@ from fsdp_inspect.store.folder import (
     is_profile_requested,
 )
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.alerting import WATCH, is_webhook
 from fsdp_inspect_app.app_pages.live.charts import (
     draw_devices,
     draw_live_memory,
