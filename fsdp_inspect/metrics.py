@@ -265,7 +265,7 @@ _ALL = (
         "lead_ns",
         "lead",
         _NS,
-        "median time from the issue of an all-gather to its need",
+        "mean time from the issue of an all-gather to its need",
         Better.HIGHER,
     ),
     Metric(

@@ -130,7 +130,7 @@ def describe_judgement(judgement: Judgement) -> str:
         interval = f"{format_change(judgement.low)} to {format_change(judgement.high)}"
         return f"{_NOISE_WORDS[judgement.verdict]} ({interval})"
     if judgement.verdict is NoiseVerdict.DIFFERENT and any(judgement.more_runs):
-        return "above process noise, no rank test"
+        return "above noise, not tested"
     return _NOISE_WORDS[judgement.verdict]
 
 

@@ -12,7 +12,7 @@ from fsdp_inspect import Run
 from fsdp_inspect.advice.prediction_creation import predict_advised
 from fsdp_inspect.advice.rules import title_of
 from fsdp_inspect.errors import PredictionError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
+from fsdp_inspect.formatting import format_bytes, format_ns, format_unit, plural
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.report.advice import (
     describe_effect,
@@ -52,7 +52,6 @@ from fsdp_inspect_app.app_pages.advice.charts import draw_front, frame_front, fr
 from fsdp_inspect_app.app_pages.advice.search import PLAN_FILE, advice_of, default_request
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
-    Tile,
     show_card,
     show_code,
     show_csv_button,
@@ -63,7 +62,6 @@ from fsdp_inspect_app.cards import (
     show_table,
     show_table_button,
     show_text,
-    show_tiles,
     show_title,
 )
 from fsdp_inspect_app.drawn_chart import Click, show_chart
@@ -107,9 +105,10 @@ def show_page(entry: RunEntry, run: Run) -> None:
     with answer:
         show_headline(plain(advice.answer))
         _show_recommended(advice, question, run.manifest)
-    if advice.findings:
-        with show_fold(f"Findings: {len(advice.findings)}", key="findings"):
-            for place, finding in enumerate(advice.findings):
+    others = [each for each in advice.findings if each is not recommended(advice)[0]]
+    if others:
+        with show_fold(plural(len(others), "further finding"), key="findings"):
+            for place, finding in enumerate(others):
                 _show_finding(finding, run.manifest, key=f"finding-{place}")
     if advice.plan is None:
         _show_refusal(advice)
@@ -123,9 +122,10 @@ def _show_recommended(advice: Advice, question: Question, manifest: RunManifest)
     finding, suggestion = recommended(advice)
     plan = advice.plan
     if plan is not None and (finding is None or not plan.recorded_fits):
-        _show_numbers(plan)
+        show_text(plain(_describe_numbers(plan)))
     if finding is not None:
-        _show_finding(finding, manifest, key="recommended")
+        title = "Recommended fix" if finding.sentence == advice.answer else finding.sentence
+        _show_finding(finding, manifest, key="recommended", title=title)
         if plan is not None and plan.suggestions and not plan.recorded_fits:
             show_text(plain(describe_plan_for_limit(plan)))
     elif plan is not None and plan.is_whole:
@@ -222,8 +222,8 @@ def _show_refusal(advice: Advice) -> None:
 # --- findings
 
 
-def _show_finding(finding: Finding, manifest: RunManifest, *, key: str) -> None:
-    with show_card(finding.sentence, key=key) as header:
+def _show_finding(finding: Finding, manifest: RunManifest, *, key: str, title: str = "") -> None:
+    with show_card(title or finding.sentence, key=key) as header:
         if finding.rule:
             with header:
                 show_text(_badge(finding.rule))
@@ -238,7 +238,8 @@ def _show_finding(finding: Finding, manifest: RunManifest, *, key: str) -> None:
         _show_more(more)
         if finding.snippet:
             show_code(finding.snippet, key=key, language="python")
-        _link_units(finding.units, manifest, key=key)
+        if finding.units:
+            _link_units(finding.units, manifest, key=key)
 
 
 def _link_units(units: Sequence[str], manifest: RunManifest, *, key: str) -> None:
@@ -282,27 +283,19 @@ def _show_plan(
         show_note(plain(describe_searched_plans(plan)))
 
 
-def _show_numbers(plan: PlanAdvice) -> None:
+def _describe_numbers(plan: PlanAdvice) -> str:
+    """The plan beside the recorded one, in one line."""
     fastest = plan.fastest
-    numbers = (
-        ("Predicted step", format_ns(fastest.step_ns), describe_new_run(fastest)),
+    return " · ".join(
         (
-            "Recorded step",
-            format_ns(plan.recorded_step_ns),
-            f"measured; simulated {format_ns(plan.replayed_step_ns)}",
-        ),
-        (
-            "Predicted peak",
-            format_bytes(fastest.peak_bytes),
-            f"recorded plan: {format_bytes(plan.replayed_peak_bytes)}",
-        ),
-        (
-            "Self-check",
-            format_error(plan.replay_error),
-            f"{plan.num_plans} plans simulated",
-        ),
+            f"Step {format_ns(fastest.step_ns)} (predicted; {describe_new_run(fastest)}) "
+            f"instead of {format_ns(plan.replayed_step_ns)} (simulated; "
+            f"{format_ns(plan.recorded_step_ns)} measured)",
+            f"peak {format_bytes(fastest.peak_bytes)} instead of "
+            f"{format_bytes(plan.replayed_peak_bytes)}",
+            f"self-check {format_error(plan.replay_error)}",
+        )
     )
-    show_tiles([Tile(*number) for number in numbers])
 
 
 def _show_suggestion(

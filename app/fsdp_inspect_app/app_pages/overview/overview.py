@@ -11,7 +11,8 @@ from fsdp_inspect import Run
 from fsdp_inspect.advice.run_advice import find_findings
 from fsdp_inspect.analysis.scalars import find_loss
 from fsdp_inspect.analysis.trust import measure_trust
-from fsdp_inspect.analysis.verdict import COMPARE_PLANS, OF_WAITS
+from fsdp_inspect.analysis.verdict import COMPARE_PLANS
+from fsdp_inspect.analysis.verdict.facts import OF_WAITS
 from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import (
     capitalize,
@@ -179,8 +180,9 @@ def _describe_numbers(summary: Summary) -> str:
         f"peak {peak}{f' of {format_bytes(device)}' if device else ''}",
     ]
     facts += [
-        f"{find_metric(name).label} {format_metric(name, value)}"
+        f"{format_metric(name, value)} {find_metric(name).label}"
         for name, value, _ in _more_numbers(summary)
+        if not name.startswith("energy")
     ]
     return " · ".join(filter(None, facts))
 
@@ -290,8 +292,7 @@ def _show_key_numbers(summary: Summary) -> None:
         (name, format_metric(name, value), detail) for name, value, detail in _more_numbers(summary)
     ]
     origin = f"Typical step of rank {summary.median_rank}. " if times else ""
-    quantiles = "Below: p10 to p90; each is the step time of a step."
-    origins = {"step_time_ns": f"{origin}{summary.left_out.sentence} {quantiles}"}
+    origins = {"step_time_ns": f"{origin}{summary.left_out.sentence} Below: p10 to p90."}
     in_trace = summary.is_kernel_trace
     show_tiles(
         [
