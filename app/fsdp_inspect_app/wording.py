@@ -44,7 +44,9 @@ __all__ = [
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")
 _SHORTCODE = re.compile(r":(?=[^\s:]+:)")
 _BACKTICKS = re.compile(r"`+")
-_COMMAND = re.compile(r"`((?:fsdp-inspect|python -m|torchrun) [^`]*|\.\w+\(\))`")
+_COMMAND = re.compile(
+    r"`((?:fsdp-inspect|python -m|torchrun) [^`]*|\.\w+\(\)|(?<=\(`)[^`]+(?=`\)))`"
+)
 _WORD_JOINER = "\N{WORD JOINER}"
 
 

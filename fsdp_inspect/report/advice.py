@@ -33,6 +33,8 @@ SCREEN_LINES = 23
 """Lines of the short form: a terminal of 24 lines, without the line of the prompt."""
 _TITLE_LINES, _TEXT_LINES, _ROW_LINES = 2, 3, 2
 """The highest number of lines of the headline, of a paragraph and of a row."""
+_LIMIT_LINES = 6
+"""The highest number of lines of the plan that fits a limit, beside a finding."""
 _RULES_COMMAND = "`fsdp-inspect advise --rules` lists the rules in brackets with their triggers."
 
 
@@ -206,7 +208,7 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
     if plan is not None and plan.suggestions:
         yield from (_Clipped(f"Caution: {each}", _TEXT_LINES) for each in plan.caveats)
         if finding is not None and not plan.recorded_fits:
-            yield _Clipped(describe_plan_for_limit(plan), _TEXT_LINES)
+            yield _Clipped(describe_plan_for_limit(plan), _LIMIT_LINES)
         elif finding is None and len(plan.suggestions) > 1 and not plan.is_whole:
             yield _Clipped(f"All changes: {describe_effect(plan.fastest, plan)}.", _ROW_LINES)
         if finding is None or not plan.recorded_fits:
@@ -224,7 +226,7 @@ def describe_plan_for_limit(plan: PlanAdvice) -> str:
     """The plan within the memory limit, for a run that has a more urgent problem, too."""
     fastest, limit = plan.fastest, format_bytes(plan.memory_limit_bytes)
     title = f"Plan that fits into {limit}" if plan.fits else title_of_plan(plan)
-    return f"{title}: {fastest.what}: {describe_effect(fastest, plan)}."
+    return f"{title}: {describe_effect(fastest, plan)}. {fastest.what}."
 
 
 def _first_that_fits(

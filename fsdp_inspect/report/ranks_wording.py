@@ -242,8 +242,8 @@ def describe_comparing(ranks: Ranks) -> str:
     if ranks.sampled_ranks and ranks.sampled_steps:
         lines.append(
             f"Collectives: {len(ranks.sampled_ranks)} of {len(ranks.ranks)} ranks in "
-            f"{len(ranks.sampled_steps)} timed steps, matched by process group and number. "
-            f"Transfer: {find_metric('transfer_ns').definition}."
+            f"{len(ranks.sampled_steps)} sampled steps, matched by process group and number. "
+            "Transfer: mean shortest duration over the ranks."
         )
     if ranks.clock_uncertainty_ns is not None:
         error = ranks.clock_uncertainty_ns

@@ -121,3 +121,7 @@ def test_a_command_in_a_sentence_is_code():
     assert shown == (
         "Next\\: run `fsdp-inspect show a_b memory` \\(or `.item()`\\)\\, not \\`a\\_b\\`\\."
     )
+
+
+def test_a_statement_in_brackets_is_code():
+    assert wording.plain("at train.py (`x = a[0]  # *`)") == "at train\\.py \\(`x = a[0]  # *`\\)"

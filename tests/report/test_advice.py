@@ -173,7 +173,8 @@ def test_a_limit_of_memory_has_its_plan_beside_a_finding(advice: Advice) -> None
     plan = replace(advice.plan, memory_limit_bytes=20 * MIB)
     limited = replace(advice, findings=(STRAGGLER,), answer=STRAGGLER.sentence, plan=plan)
     text = " ".join(read(limited))
-    assert f"Plan that fits into 20.0 MiB: {plan.fastest.what[:30]}" in text
+    effect = describe_effect(plan.fastest, plan)
+    assert f"Plan that fits into 20.0 MiB: {effect}. {plan.fastest.what}." in text
     assert "--write FILE saves the plan." in text
 
 

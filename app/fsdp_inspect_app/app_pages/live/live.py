@@ -11,7 +11,7 @@ from fsdp_inspect.alert_rules import RULES, AlertRule
 from fsdp_inspect.alert_watch import WATCH, is_webhook
 from fsdp_inspect.analysis.live.feed import LiveFeed
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
+from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio, name_run
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.report.live_wording import (
@@ -263,7 +263,7 @@ def _offer_requests(entry: RunEntry, live: LiveStatus) -> None:
 def _offer_request(
     entry: RunEntry, label: str, icon: str, words: str, ask: Callable[[Path | str], None]
 ) -> None:
-    if st.button(label, icon=icon, help=plain(words), key=label):
+    if st.button(label, icon=icon, help=plain(name_run(words, str(entry.path))), key=label):
         try:
             ask(entry.path)
         except OSError as error:

@@ -86,7 +86,7 @@ def draw_spreads(history: UnitHistory) -> Chart:
                     Bar(spread.p10, spread.p10 + width, look, tip),
                     Bar(spread.median, spread.median, _MEDIAN, tip),
                 ),
-                f"median {format_ns(spread.median)}",
+                format_ns(spread.median),
             )
         )
     return draw_bars(rows, MetricUnit.NS)
