@@ -265,7 +265,7 @@ _ALL = (
         "lead_ns",
         "lead",
         _NS,
-        "median time from the issue of an all-gather to its need",
+        "mean time from the issue of an all-gather to its need",
         Better.HIGHER,
     ),
     Metric(
@@ -285,8 +285,9 @@ _ALL = (
         "transfer_ns",
         "transfer",
         _NS,
-        "median time that a collective's own bytes take: the shortest duration over the ranks, "
-        "otherwise the time from its turn on its communicator to its end",
+        "mean time that a collective's own bytes take: its shortest duration over the ranks, which "
+        "is that of the last rank to arrive; of one rank, the time from its turn on its "
+        "communicator to its end",
     ),
     Metric(
         "latency_ns",
@@ -437,13 +438,6 @@ _ALL = (
         _NS,
         "from the arrival of the first rank at a collective to the arrival of the last, on "
         "aligned clocks",
-    ),
-    Metric(
-        "pure_transfer_ns",
-        "pure transfer",
-        _NS,
-        "the shortest duration of a collective over its ranks: its duration once all ranks have "
-        "arrived",
     ),
     Metric(
         "skewed_ratio",

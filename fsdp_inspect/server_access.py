@@ -23,8 +23,6 @@ from urllib.parse import urlsplit
 from fsdp_inspect.errors import FsdpInspectError
 
 TOKEN_VARIABLE = "FSDP_INSPECT_TOKEN"
-ALERTS_VARIABLE = "FSDP_INSPECT_ALERTS"
-"""Passes an `AlertTarget` to the dashboard: other users can read a command line."""
 TOKEN_PARAMETER = "token"
 TOKEN_HELP = (
     f"Require a token in the URL, or as `Authorization: Bearer`. {TOKEN_VARIABLE} sets its value. "
@@ -67,16 +65,6 @@ class Origin:
         name = _bracket(self.name)
         is_default = self.port == _DEFAULT_PORTS[self.scheme]
         return (f"{name}:{self.port}", name) if is_default else (f"{name}:{self.port}",)
-
-
-@dataclass(frozen=True, slots=True)
-class AlertTarget:
-    """Where the dashboard sends alerts, and which."""
-
-    target: str
-    """The URL of a webhook, or a command."""
-    rules: tuple[str, ...] = ()
-    """As `analysis.live.alerts.AlertRule.parse` reads them; empty: all rules."""
 
 
 @dataclass(frozen=True, slots=True)

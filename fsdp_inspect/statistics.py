@@ -4,9 +4,9 @@ A scalar over steps is the mean over the middle half of the steps by step time (
 DESIGN section 4). A mean keeps sums: the parts of a step still add up to it. The middle half keeps
 a few slow steps from moving it.
 
-A percentile is always one of the values: the q-th percentile of n values is the smallest value
-that at least q percent of them do not exceed (the inverse of the empirical distribution). For an
-even count the median is the lower of the two middle values.
+A percentile is that of NumPy and pandas by default, rounded to an integer: the q-th percentile of n
+ordered values lies at position (n - 1) * q / 100, between two values by linear interpolation. For
+an even count the median is the mean of the two middle values.
 """
 
 import math
@@ -21,30 +21,13 @@ Integers = NDArray[np.integer] | Sequence[int]
 
 
 def percentile(values: Integers, percent: int) -> int | None:
-    """The smallest value that at least `percent` percent of the values do not exceed.
-
-    Args:
-        values: Any order.
-        percent: 0 to 100.
-
-    Returns:
-        One of the values; None if there are none.
-    """
+    """A percentile of values in any order, 0 to 100; None if there are no values."""
     return _at_percent(_sorted(values), percent) if len(values) else None
 
 
 def median(values: Integers) -> int | None:
-    """The middle value; the lower one of two middle values; None if there are no values."""
+    """The 50th percentile; None if there are no values."""
     return percentile(values, 50)
-
-
-def medians(rows: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
-    """The median of each row, 0 for an empty row; rows of equal length are sorted together."""
-    if len({len(row) for row in rows}) == 1 and len(rows[0]):
-        ordered = np.array(rows, dtype=np.int64)
-        ordered.sort(axis=1)
-        return ordered[:, (ordered.shape[1] + 1) // 2 - 1]
-    return np.array([median(row) or 0 for row in rows], dtype=np.int64)
 
 
 def middle_half(values: Integers) -> NDArray[np.bool_]:
@@ -214,10 +197,28 @@ def _sorted(values: Integers) -> NDArray[np.int64]:
     return ordered
 
 
-def position_of_percent(counts: NDArray[np.int64], percent: int) -> NDArray[np.int64]:
-    """The position of a percentile among this number of ordered values, for each count."""
-    return np.maximum((counts * percent + 99) // 100 - 1, 0)
+def percentiles_of_groups(
+    ordered: NDArray[np.int64], firsts: NDArray[np.int64], counts: NDArray[np.int64], percent: int
+) -> NDArray[np.int64]:
+    """A percentile of each group of values.
+
+    Args:
+        ordered: The values of one group after the other, ascending in each group.
+        firsts: The position of the first value of each group, shape (G,).
+        counts: The number of values of each group, at least 1, shape (G,).
+        percent: 0 to 100.
+
+    Returns:
+        Shape (G,). Integers beyond the precision of floats stay exact.
+    """
+    place, rest = np.divmod((counts - 1) * percent, 100)
+    lower = ordered[firsts + place]
+    gap = ordered[firsts + np.minimum(place + 1, counts - 1)] - lower
+    whole, part = np.divmod(gap, 100)
+    percentiles: NDArray[np.int64] = lower + whole * rest + (part * rest + 50) // 100
+    return percentiles
 
 
 def _at_percent(ordered: NDArray[np.int64], percent: int) -> int:
-    return int(ordered[int(position_of_percent(np.array(len(ordered)), percent))])
+    group = np.array([0]), np.array([len(ordered)])
+    return int(percentiles_of_groups(ordered, *group, percent)[0])

@@ -20,7 +20,7 @@ def pick_filter(catalog: KnownCatalog) -> dict[str, list[str]]:
     """Show the pickers of a setting and its values; returns the chosen values by setting."""
     names = [NO_SETTING, *catalog.settings]
     follow("setting", "setting", {name: name for name in names}, NO_SETTING)
-    setting = st.selectbox("Filter by setting", names, key="setting", width=280)
+    setting = st.selectbox("Filter by setting", names, key="setting", width="stretch")
     link("setting", None if setting == NO_SETTING else setting)
     if setting == NO_SETTING:
         link("value", None)
@@ -44,7 +44,7 @@ def choose_by_setting(catalog: KnownCatalog, entries: Sequence[RunEntry]) -> lis
     names = [NO_SETTING, *catalog.settings]
     with st.container(horizontal=True, vertical_alignment="bottom"):
         follow("group", "group", {name: name for name in names}, NO_SETTING)
-        group = st.selectbox("Group by", names, key="group", width=280)
+        group = st.selectbox("Group by", names, key="group", width="stretch")
         link("group", None if group == NO_SETTING else group)
         where = pick_filter(catalog)
     matching = _matching(catalog, entries, where)

@@ -137,8 +137,8 @@ def load_ahead(folder: str | None = None) -> None:
         except ImportError:
             return
     gc.freeze()
-    alerting = importlib.import_module("fsdp_inspect_app.alerting")
-    alerting.start_from_environment(None if folder is None else Path(folder))
+    alert_watch = importlib.import_module("fsdp_inspect.alert_watch")
+    alert_watch.start_from_environment(None if folder is None else Path(folder))
 
 
 if __name__ == "__main__":

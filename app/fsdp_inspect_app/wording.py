@@ -44,11 +44,22 @@ __all__ = [
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")
 _SHORTCODE = re.compile(r":(?=[^\s:]+:)")
 _BACKTICKS = re.compile(r"`+")
+_COMMAND = re.compile(
+    r"`((?:fsdp-inspect|python -m|torchrun) [^`]*|\.\w+\(\)|(?<=\(`)[^`]+(?=`\)))`"
+)
 _WORD_JOINER = "\N{WORD JOINER}"
 
 
 def plain(text: str) -> str:
-    """Escape text so that Markdown shows it unchanged: no markup, links, emoji or icons."""
+    """Escape text so that Markdown shows it unchanged: no markup, links, emoji or icons.
+
+    A command of ours between backticks becomes code.
+    """
+    parts = _COMMAND.split(text)
+    return "".join(code(part) if place % 2 else _escape(part) for place, part in enumerate(parts))
+
+
+def _escape(text: str) -> str:
     without_shortcodes = _SHORTCODE.sub(f":{_WORD_JOINER}", _one_line(text))
     return _PUNCTUATION.sub(r"\\\1", without_shortcodes)
 

@@ -1,6 +1,6 @@
 """Give advice on a run: findings first, then changes of the plan with their predicted gain."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.code_change import CodeChange
@@ -56,8 +56,6 @@ class PlanAdvice:
     """Simulated step time of the recorded plan. Every gain is relative to it."""
     replay_error: float
     """Self-check: simulated / measured step time of the recorded plan on its own network, - 1."""
-    busy_ns: int
-    """The part of each gain's uncertainty that comes from time without a CPU core."""
     is_other_network: bool
     """True if plans are simulated on a requested network instead of the recorded one."""
     replayed_peak_bytes: int | None
@@ -85,6 +83,23 @@ class PlanAdvice:
     """The change of the recorded run's own code that makes all suggested changes."""
     verify: tuple[str, ...]
     """Commands that record the plan and compare it with the baseline."""
+
+    @property
+    def recorded_fits(self) -> bool:
+        """Whether the recorded plan is within the limit, as far as both are known."""
+        return not _exceeds(self.replayed_peak_bytes, self.memory_limit_bytes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the changes are one: the recorded plan or the first change exceeds the limit."""
+        first = self.suggestions[0].peak_bytes if self.suggestions else None
+        return bool(self.suggestions) and (
+            not self.recorded_fits or _exceeds(first, self.memory_limit_bytes)
+        )
+
+
+def _exceeds(peak: int | None, limit: int | None) -> bool:
+    return peak is not None and limit is not None and peak > limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +217,7 @@ def _advise_plan(
         increments, target = (), AS_RECORDED
     suggestions = [narrator.suggestion(each) for each in increments]
     change = narrator.code_change(target)
+    busy_ns = round(scorer.trust.busy_ns(scorer.recorded.step_ns))
     return PlanAdvice(
         rank=scorer.work.rank,
         execution=scorer.work.execution.value,
@@ -209,7 +225,6 @@ def _advise_plan(
         recorded_step_ns=scorer.work.step_time_ns,
         replayed_step_ns=scorer.recorded.step_ns,
         replay_error=scorer.replay_error,
-        busy_ns=round(scorer.trust.busy_ns(scorer.recorded.step_ns)),
         is_other_network=scorer.network.is_changed,
         replayed_peak_bytes=scorer.recorded.peak_bytes,
         memory_limit_bytes=search.limit_bytes,
@@ -219,7 +234,7 @@ def _advise_plan(
             replace(each, verify=how_to_verify(request, each.change.launch, take=place))
             for place, each in enumerate(suggestions, 1)
         ),
-        fastest=narrator.proposal(target),
+        fastest=_add_up(narrator.proposal(target), suggestions, busy_ns),
         smallest=_smallest(scorer, narrator, found.smallest, target),
         front=tuple(_point(scorer, choice) for choice in found.front),
         notes=(
@@ -232,6 +247,19 @@ def _advise_plan(
         change=change,
         verify=how_to_verify(request, change.launch),
     )
+
+
+def _add_up(fastest: Proposal, suggestions: Sequence[Suggestion], busy_ns: int) -> Proposal:
+    """The plan with the bounds of its changes added up.
+
+    Each gain alone is uncertain by the time without a core, and so are all gains together.
+    """
+    if not suggestions:
+        return fastest
+    shared_ns = (len(suggestions) - 1) * busy_ns
+    low_ns = sum(each.saved_low_ns for each in suggestions) + shared_ns
+    high_ns = sum(each.saved_high_ns for each in suggestions) - shared_ns
+    return replace(fastest, saved_low_ns=low_ns, saved_high_ns=max(high_ns, low_ns))
 
 
 def _exceeds_error(scorer: PlanScorer, choice: Choice) -> bool:
@@ -352,7 +380,7 @@ def _answer(plan: PlanAdvice, findings: tuple[Finding, ...]) -> str:
 
 
 def _say_gain(plan: PlanAdvice) -> str:
-    peak, limit = plan.replayed_peak_bytes, plan.memory_limit_bytes
+    limit = plan.memory_limit_bytes
     if not plan.fits:
         is_above = (plan.fastest.peak_bytes or 0) > (limit or 0)
         fits = "fits" if is_above else "is certain to fit"
@@ -360,16 +388,12 @@ def _say_gain(plan: PlanAdvice) -> str:
     if not plan.suggestions:
         least = max(WORTH_RATIO, abs(plan.replay_error))
         return f"Change nothing: no simulated plan saves more than {100 * least:.1f}% of a step."
-    if peak is not None and limit is not None and peak > limit:
+    if not plan.recorded_fits:
         return f"The recorded plan exceeds {format_bytes(limit)}. The recommended plan fits."
     ratio = plan.fastest.saved_ns / plan.replayed_step_ns
-    # Each gain alone is uncertain by the time without a core, and so are all gains together.
-    surely_ns = sum(each.saved_low_ns for each in plan.suggestions)
-    surely_ns += (len(plan.suggestions) - 1) * plan.busy_ns
-    most_ns = sum(each.saved_high_ns for each in plan.suggestions)
-    most_ns -= (len(plan.suggestions) - 1) * plan.busy_ns
-    low, high = (100 * value / plan.replayed_step_ns for value in (surely_ns, most_ns))
-    spread = f"{low:.1f}% to {max(high, low):.1f}%"
-    if surely_ns <= 0:
+    bounds = (plan.fastest.saved_low_ns, plan.fastest.saved_high_ns)
+    low, high = (100 * value / plan.replayed_step_ns for value in bounds)
+    spread = f"{low:.1f}% to {high:.1f}%"
+    if plan.fastest.saved_low_ns <= 0:
         return f"No change surely saves time: predicted {100 * ratio:.1f}% ({spread})."
     return f"The recommended plan saves {100 * ratio:.1f}% of the step (predicted: {spread})."

@@ -103,8 +103,13 @@ class Proposal:
     step_ns: int
     step_low_ns: int
     step_high_ns: int
+    """Bounds of the step time of a new run: two runs of one plan differ, too."""
     saved_ns: int
     """Simulated step time of the recorded plan, minus that of this plan."""
+    saved_low_ns: int
+    saved_high_ns: int
+    """Bounds of the gain, as in `Suggestion`; of the recommended plan, those of its changes added
+    up."""
     peak_bytes: int | None
     peak_low_bytes: int | None
     """Bounds: plus and minus the error of the recorded plan's simulated peak."""
@@ -191,6 +196,7 @@ class Narrator:
         is_regrouped = self._scorer.work.has_other_units(scenario.units)
         error = self._scorer.trust.step_margin(is_regrouped=is_regrouped)
         margin = self._memory_margin(score.peak_bytes)
+        saved_low, saved_high = self._saved_range(AS_RECORDED, choice)
         return Proposal(
             what=say_changes(choice),
             changes=choice.changed,
@@ -198,6 +204,8 @@ class Narrator:
             step_low_ns=round(low * (1 - error)),
             step_high_ns=round(high * (1 + error)),
             saved_ns=recorded.step_ns - score.step_ns,
+            saved_low_ns=saved_low,
+            saved_high_ns=saved_high,
             peak_bytes=score.peak_bytes,
             peak_low_bytes=_plus(score.peak_bytes, -margin),
             peak_high_bytes=_plus(score.peak_bytes, margin),

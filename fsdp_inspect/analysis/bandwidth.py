@@ -18,7 +18,6 @@ from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_
 from fsdp_inspect.analysis.wait_causes import Waits, read_waits
 from fsdp_inspect.columns import Column, TableSpec, metric_column, number_column, text_column
 from fsdp_inspect.metrics import MetricUnit
-from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, Phase
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import ProcessGroup, RunSource
@@ -41,7 +40,7 @@ class KindBandwidth:
     bytes_per_step: int
     """Sum of the messages in the typical step."""
     transfer_ns: int | None
-    """Median transfer of one collective."""
+    """Mean transfer of one collective."""
     transfer_from: str
     """Source of the transfer times. `all_ranks`: the minimum over ranks; `rank`: this rank's own
     times; `mixed`: both."""
@@ -52,8 +51,6 @@ class KindBandwidth:
     bus_bytes_per_s: float | None
     """Sum of the bus bytes / sum of the transfer times; None if the kind has no bus bytes, or the
     group is unknown."""
-    median_bus_bytes_per_s: float | None
-    """Median bus bandwidth over the collectives."""
     link: LinkFit | None
     """Fit of latency + bandwidth; None if no message has bytes and a duration. The factor of
     collectives other than all-gather, reduce-scatter and all-reduce is 1."""
@@ -218,7 +215,6 @@ def _measure_kind(
     factor = bus_factor(kind, size or 0) or None
     usable = own.usable
     message, duration = events.bytes[usable], own.duration_ns[usable]
-    rates = message / duration * 1e9
     overall = float(message.sum() / duration.sum() * 1e9) if len(message) else None
     return KindBandwidth(
         kind=kind.label,
@@ -230,11 +226,10 @@ def _measure_kind(
         bytes_per_step=member.typical(
             sum_per_step(events.step, np.maximum(events.bytes, 0), member.steps)
         ),
-        transfer_ns=median(duration),
+        transfer_ns=round(duration.mean()) if len(duration) else None,
         transfer_from=own.source,
         method=", ".join(Method(method).label for method in np.unique(events.method).tolist()),
         algorithm_bytes_per_s=overall,
         bus_bytes_per_s=overall * factor if overall and factor else None,
-        median_bus_bytes_per_s=float(np.median(rates)) * factor if overall and factor else None,
         link=fitted.fit(factor or 1.0),
     )

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.formatting import format_bytes
+
 MIN_SIZE_RATIO = 1.5
 """Smallest ratio of the largest to the smallest message that allows the fit of a latency."""
 MIN_EXPLAINED_RATIO = 0.05
@@ -87,7 +89,11 @@ class LinkFit:
 
 
 def fit_link(
-    message_bytes: NDArray[np.int64], duration_ns: NDArray[np.int64], bus_factor: float
+    message_bytes: NDArray[np.int64],
+    duration_ns: NDArray[np.int64],
+    bus_factor: float,
+    *,
+    full_bytes: NDArray[np.int64] | None = None,
 ) -> LinkFit | None:
     """Fit latency and bandwidth to the durations of some collectives of one kind and group.
 
@@ -95,6 +101,7 @@ def fit_link(
         message_bytes: Full messages, shape (n,).
         duration_ns: Durations of the transfers if known, else of the collectives, shape (n,).
         bus_factor: Bus bytes per byte of a message, above 0.
+        full_bytes: The full messages, if `message_bytes` are bus bytes: a refusal names these.
 
     Returns:
         None if no message has both bytes and a duration.
@@ -103,7 +110,7 @@ def fit_link(
     if not usable.any():
         return None
     sample = _Sample(message_bytes[usable], duration_ns[usable], bus_factor)
-    refusal = sample.refusal()
+    refusal = sample.refusal((message_bytes if full_bytes is None else full_bytes)[usable])
     if refusal is not None:
         return sample.bandwidth_only(refusal)
     latency, slope = sample.solve()
@@ -130,14 +137,14 @@ class _Sample:
         self.durations: _Float64 = durations.astype(np.float64)
         self.bus_factor = bus_factor
 
-    def refusal(self) -> str | None:
+    def refusal(self, full_bytes: NDArray[np.int64]) -> str | None:
         """Return the reason why these messages give no latency; None if they give one."""
-        smallest, largest = int(self.sizes.min()), int(self.sizes.max())
-        if smallest == largest:
-            return f"All {len(self.sizes)} messages have the same size, {smallest} bytes."
-        if largest < MIN_SIZE_RATIO * smallest:
+        smallest, largest = (format_bytes(each) for each in (full_bytes.min(), full_bytes.max()))
+        if self.sizes.min() == self.sizes.max():
+            return f"All {len(self.sizes)} messages have the same size, {smallest}."
+        if self.sizes.max() < MIN_SIZE_RATIO * self.sizes.min():
             return (
-                f"The message sizes are too similar: {smallest} to {largest} bytes. The largest "
+                f"The message sizes are too similar: {smallest} to {largest}. The largest "
                 f"must be at least {MIN_SIZE_RATIO} times the smallest."
             )
         return None

@@ -113,9 +113,10 @@ def measure_optimizer_wait(run: RunSource, *, rank: int | None = None) -> Optimi
         return None
     gains = [gather.gain_ns for gather in gathers]
     least = [gather.least_gain_ns for gather in gathers]
+    delays = sorted(gather.delay_ns for gather in gathers)
     return OptimizerWait(
         rank=member.rank,
-        delay_ns=median([gather.delay_ns for gather in gathers]) or 0,
+        delay_ns=delays[(len(delays) - 1) // 2],  # none if half of the steps have none
         gain_ns=median(gains) or 0,
         gain_low_ns=percentile(least, 10) or 0,
         gain_high_ns=percentile(gains, 90) or 0,

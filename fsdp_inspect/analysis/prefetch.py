@@ -22,7 +22,6 @@ from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_
 from fsdp_inspect.analysis.wait_causes import Cause, Waits, read_waits
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
 from fsdp_inspect.formatting import format_unit
-from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import positions_by_value
@@ -57,9 +56,10 @@ class UnitPrefetch:
     issued_by: tuple[str, ...]
     """Other units whose hooks issue the all-gathers, most frequent first."""
     lead_ns: int | None
-    """Median time from issue to need; negative if the issue is later. None: unknown."""
+    """Mean time from issue to need in the typical step; negative if the issue is later. None:
+    unknown."""
     duration_ns: int
-    """Median time in flight of one all-gather."""
+    """Mean time in flight of one all-gather in the typical step."""
     hidden_ratio: float | None
     """Fraction of the time in flight in which the rank does not wait; None without any."""
     exposed_ns: int
@@ -244,7 +244,10 @@ def _measure_unit(own: _Gathers, fqns: dict[int, str], member: RankSteps) -> Uni
     gathers = own.waits.collectives
     unit = int(gathers.unit[0])
     issuers = Counter(fqns.get(other) for other in gathers.issued_by.tolist() if other != unit)
-    needed = gathers.need_ns >= 0
+    is_typical = np.isin(gathers.step, member.typical_steps)
+    if not is_typical.any():  # no typical step runs the unit
+        is_typical[:] = True
+    leads = (gathers.need_ns - gathers.issue_ns)[is_typical & (gathers.need_ns >= 0)]
     return UnitPrefetch(
         unit=unit,
         fqn=fqns.get(unit, ""),
@@ -252,8 +255,8 @@ def _measure_unit(own: _Gathers, fqns: dict[int, str], member: RankSteps) -> Uni
         num_gathers=len(gathers),
         num_by_issue=own.count(),
         issued_by=tuple(fqn for fqn, _ in issuers.most_common() if fqn is not None),
-        lead_ns=median((gathers.need_ns - gathers.issue_ns)[needed]),
-        duration_ns=median(own.duration_ns) or 0,
+        lead_ns=round(leads.mean()) if len(leads) else None,
+        duration_ns=round(own.duration_ns[is_typical].mean()),
         hidden_ratio=own.hidden_ratio,
         exposed_ns=member.typical(sum_per_step(gathers.step, own.waits.exposed_ns, member.steps)),
         unused_bytes=own.unused_bytes,

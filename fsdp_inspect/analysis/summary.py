@@ -13,7 +13,7 @@ import numpy as np
 from fsdp_inspect.analysis.batch_work import measure_uneven_work
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import try_measure
-from fsdp_inspect.analysis.correctness import check_training
+from fsdp_inspect.analysis.correctness import Correctness, check_training
 from fsdp_inspect.analysis.drift import Drift, measure_drift
 from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.host_stops import HostStops, measure_host_stops
@@ -165,7 +165,9 @@ def measure_summary(run: RunSource) -> Summary:
     return Summary(
         run_id=manifest.run_id,
         status=run.status.value,
-        notes=tuple(dict.fromkeys([*run.notes, *damage, *memory.unreadable])),
+        notes=tuple(
+            dict.fromkeys([*run.notes, *damage, *memory.unreadable, *_other_mistakes(training)])
+        ),
         is_kernel_trace=manifest.is_kernel_trace,
         identity=identify(manifest),
         world_size=manifest.world_size,
@@ -201,6 +203,12 @@ def measure_summary(run: RunSource) -> Summary:
         recorder=try_measure(measure_recorder_cost, run, damage),
         stops=stops,
     )
+
+
+def _other_mistakes(training: Correctness | None) -> list[str]:
+    """What the checks of the training found besides the mistake that the verdict names."""
+    found = (*training.faults[1:], *training.notes) if training else ()
+    return [f"{each.headline} {each.change}" for each in found]
 
 
 def _measure_waits(run: RunSource) -> Exposed | None:

@@ -6,6 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from fsdp_inspect.alert_rules import ALERT_HELP, ALERT_IF_HELP, ALERTS_VARIABLE, AlertTarget
 from fsdp_inspect.cli.arguments import whole_number
 from fsdp_inspect.server_access import PROXY_HELP, TOKEN_HELP
 
@@ -50,8 +51,7 @@ def app(  # noqa: PLR0913 - one argument an option
         str | None,
         typer.Option(
             metavar="URL|COMMAND",
-            help="Send alerts on runs that are being recorded: as JSON to a webhook, or to the "
-            "standard input of a command.",
+            help=f"Send alerts on runs that are being recorded: {ALERT_HELP}",
             show_default=False,
         ),
     ] = None,
@@ -59,8 +59,7 @@ def app(  # noqa: PLR0913 - one argument an option
         list[str] | None,
         typer.Option(
             metavar="RULE",
-            help="An alert: stall, nan, memory=95% (of the device), slow=50% (longer steps). "
-            "Repeat it for several. Default: all four.",
+            help=ALERT_IF_HELP,
             show_default=False,
         ),
     ] = None,
@@ -75,7 +74,7 @@ def app(  # noqa: PLR0913 - one argument an option
     Example: `fsdp-inspect app runs/`
     """
     if alert is not None or alert_if:
-        _pass_alerts(directory, alert, alert_if or ())
+        _pass_alerts(directory, alert, alert_if or [])
     serve(directory, host=host, port=port, proxy_name=proxy_name, is_token_wanted=is_token_wanted)
 
 
@@ -83,28 +82,20 @@ def _pass_alerts(directory: str | None, target: str | None, rules: Sequence[str]
     """Check the alerts, and pass them to the server that replaces this process."""
     import os
 
-    import msgspec
-
-    from fsdp_inspect.analysis.live.alerts import AlertRule
     from fsdp_inspect.errors import FsdpInspectError
-    from fsdp_inspect.server_access import ALERTS_VARIABLE, AlertTarget
     from fsdp_inspect.store.files import is_url
 
-    if target is None:
-        raise FsdpInspectError(
-            "--alert-if is given without --alert. Expected where to send alerts: the URL of a "
-            "webhook, or a command. Add --alert URL."
-        )
     if directory is not None and is_url(directory):
         raise FsdpInspectError(
             f"--alert needs a local folder of runs, got {directory!r}. Start the dashboard on the "
             "machine that records."
         )
     try:
-        checked = tuple(str(AlertRule.parse(rule)) for rule in rules)
+        asked = AlertTarget.read(target, rules)
     except ValueError as error:
         raise FsdpInspectError(str(error)) from error
-    os.environ[ALERTS_VARIABLE] = msgspec.json.encode(AlertTarget(target, checked)).decode()
+    if asked is not None:
+        os.environ[ALERTS_VARIABLE] = asked.encode()
 
 
 def serve(

@@ -72,7 +72,7 @@ def insert_recorder(command: Sequence[str], options: Sequence[str]) -> list[str]
     if not is_python and program != "torchrun":
         raise FsdpInspectError(
             f"Unknown launcher {program!r}. Expected torchrun or python. Put the recorder before "
-            f"the script yourself: -m {_RECORDER} {shlex.join(options)} train.py"
+            f"the script yourself: {shlex.join(['-m', _RECORDER, *options, 'train.py'])}"
         )
     launcher, is_module, at = [command[0]], False, 1
     while at < len(command) and command[at].startswith("-"):

@@ -27,6 +27,7 @@ import math
 import os
 import pkgutil
 import runpy
+import subprocess
 import sys
 import types
 import zipfile
@@ -35,6 +36,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from fsdp_inspect.alert_rules import ALERT_HELP, ALERT_IF_HELP, ALERTS_VARIABLE, AlertTarget
 from fsdp_inspect.quantities import parse_bytes, parse_profile_steps
 from fsdp_inspect.recording.import_hook import call_after_import
 from fsdp_inspect.trace.records import MAX_NS
@@ -82,6 +84,7 @@ class LauncherArguments(NamedTuple):
     out: Path
     recorder: Mapping[str, Any]
     """The keyword arguments of `Recorder` that the command line states."""
+    alerts: AlertTarget | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,6 +103,8 @@ def launch_script(given: LauncherArguments) -> None:
         given: The script and the options of its recording.
     """
     launch = Launch(given)
+    if given.alerts is not None and _is_rank_0():
+        _start_alerts(given.out, given.alerts)
     try:
         run_as_main(given.target)
     except BaseException as error:
@@ -177,6 +182,20 @@ class Launch:
         return recorder
 
 
+def _start_alerts(folder: Path, alerts: AlertTarget) -> None:
+    """Start the process that watches the files of this recording and ends after this process."""
+    try:
+        subprocess.Popen(
+            [sys.executable, "-m", "fsdp_inspect.alert_watch", str(folder), str(os.getpid())],
+            env=os.environ | {ALERTS_VARIABLE: alerts.encode()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a launcher ends the process group of its rank
+        ).returncode = 0  # it outlives this process: no warning that it still runs
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        say(f"no alerts are sent: {error}. The script continues.")
+
+
 def say(message: str) -> None:
     """Print a message to the user on stderr, from one rank of the job."""
     if _is_rank_0():
@@ -216,8 +235,25 @@ def parse_arguments(arguments: Sequence[str]) -> LauncherArguments:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
+    parser.add_argument(
+        "--alert",
+        metavar="URL|COMMAND",
+        help=f"send alerts on this recording: {ALERT_HELP} A process of its own reads the files of "
+        "the run, and ends with rank 0 (default: no alerts)",
+    )
+    parser.add_argument(
+        "--alert-if",
+        action="append",
+        metavar="RULE",
+        help=ALERT_IF_HELP[:1].lower() + ALERT_IF_HELP[1:].replace("%", "%%"),
+    )
     add_options(parser)
-    return read_arguments(parser, parser.parse_args(arguments))
+    given = parser.parse_args(arguments)
+    try:
+        alerts = AlertTarget.read(given.alert, given.alert_if or [])
+    except ValueError as error:
+        parser.error(str(error))
+    return read_arguments(parser, given, ("alert", "alert_if"))._replace(alerts=alerts)
 
 
 def read_arguments(

@@ -25,7 +25,7 @@ from fsdp_inspect.formatting import (
     plural,
 )
 from fsdp_inspect.report.layout import dim, indented, new_table, render_table, section
-from fsdp_inspect.report.wording import format_change, format_error
+from fsdp_inspect.report.wording import format_error
 
 MOST_UNITS = 4
 MOST_POINTS = 12
@@ -33,6 +33,8 @@ SCREEN_LINES = 23
 """Lines of the short form: a terminal of 24 lines, without the line of the prompt."""
 _TITLE_LINES, _TEXT_LINES, _ROW_LINES = 2, 3, 2
 """The highest number of lines of the headline, of a paragraph and of a row."""
+_LIMIT_LINES = 6
+"""The highest number of lines of the plan that fits a limit, beside a finding."""
 _RULES_COMMAND = "`fsdp-inspect advise --rules` lists the rules in brackets with their triggers."
 
 
@@ -60,7 +62,7 @@ def describe_recommendation(advice: Advice) -> str:
         return f"{finding.do[0]} {finding.effect.sentence}"
     if suggestion is None or advice.plan is None:
         return advice.answer
-    if _exceeds_limit(advice.plan):
+    if advice.plan.is_whole:
         fastest = advice.plan.fastest
         return f"{fastest.what}: peak {describe_plan_peak(fastest)} (predicted)."
     added = suggestion.added_bytes
@@ -88,8 +90,8 @@ class _OneScreen:
         if finding is not None:
             head += [*section(f"Recommended fix{_rule([finding.rule])}"), _fix(finding, advice)]
             code = [finding.snippet.splitlines()]
-        elif advice.plan is not None and suggestion is not None and _exceeds_limit(advice.plan):
-            head += [*section(_title_of_plan(advice.plan)), _plan(advice.plan)]
+        elif advice.plan is not None and suggestion is not None and advice.plan.is_whole:
+            head += [*section(title_of_plan(advice.plan)), _plan(advice.plan)]
             code = [_code_of_plan(advice.plan, "--write FILE")]
         elif suggestion is not None and advice.plan is not None:
             head += [*section(_title(suggestion, advice.plan)), _change(suggestion, advice.plan)]
@@ -113,7 +115,7 @@ def recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
     plan = advice.plan
     if plan is not None:
         for each in plan.suggestions:
-            if each.saved_low_ns > 0 or _exceeds_limit(plan):
+            if each.saved_low_ns > 0 or plan.is_whole:
                 return None, each
     return next(iter(advice.findings), None), None
 
@@ -135,23 +137,17 @@ def _change(suggestion: Suggestion, plan: PlanAdvice) -> RenderableType:
     )
 
 
-def _exceeds_limit(plan: PlanAdvice) -> bool:
-    """Whether the first change alone does not fit the memory limit."""
-    peak, limit = plan.suggestions[0].peak_bytes, plan.memory_limit_bytes
-    return peak is not None and limit is not None and peak > limit
-
-
-def _title_of_plan(plan: PlanAdvice) -> str:
+def title_of_plan(plan: PlanAdvice) -> str:
+    """The title of a plan that is recommended as a whole."""
     return "Recommended plan" if plan.fits else "Plan with the lowest peak"
 
 
 def _plan(plan: PlanAdvice) -> RenderableType:
     fastest = plan.fastest
-    change = format_change(-fastest.saved_ns / plan.replayed_step_ns)
-    interval = f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}"
+    saving = describe_saving(fastest, plan)
     return _summary(
         fastest.what,
-        ("Step", f"{format_ns(fastest.step_ns)} ({change}; {interval})"),
+        ("Step", f"{format_ns(fastest.step_ns)}: {saving}"),
         ("Memory", f"Peak {describe_plan_peak(fastest)}"),
         ("Risk", " ".join(fastest.risks) or "None known"),
         ("Code", ""),
@@ -211,10 +207,12 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
     yield ""
     if plan is not None and plan.suggestions:
         yield from (_Clipped(f"Caution: {each}", _TEXT_LINES) for each in plan.caveats)
-    if plan is not None and plan.suggestions:
-        if finding is not None or (len(plan.suggestions) > 1 and not _exceeds_limit(plan)):
-            yield _Clipped(_whole_plan(plan), _ROW_LINES)
-        options.append("--write FILE saves the plan.")
+        if finding is not None and not plan.recorded_fits:
+            yield _Clipped(describe_plan_for_limit(plan), _LIMIT_LINES)
+        elif finding is None and len(plan.suggestions) > 1 and not plan.is_whole:
+            yield _Clipped(f"All changes: {describe_effect(plan.fastest, plan)}.", _ROW_LINES)
+        if finding is None or not plan.recorded_fits:
+            options.append("--write FILE saves the plan.")
     if advice.migration is not None:
         yield _Clipped(describe_migration(advice.migration), _ROW_LINES)
         options.append("--write FILE saves the plan for FSDP2.")
@@ -224,16 +222,11 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
     yield _Clipped(" ".join(options), _ROW_LINES, style="dim")
 
 
-def _whole_plan(plan: PlanAdvice) -> str:
-    number = len(plan.suggestions)
-    changes = f"With {plural(number, 'change')} of the plan"
-    fastest = plan.fastest
-    return (
-        f"{changes}: {format_ns(fastest.step_ns)} a step (interval "
-        f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}) instead of "
-        f"{format_ns(plan.replayed_step_ns)}, both simulated; "
-        f"peak {describe_plan_peak(fastest)}."
-    )
+def describe_plan_for_limit(plan: PlanAdvice) -> str:
+    """The plan within the memory limit, for a run that has a more urgent problem, too."""
+    fastest, limit = plan.fastest, format_bytes(plan.memory_limit_bytes)
+    title = f"Plan that fits into {limit}" if plan.fits else title_of_plan(plan)
+    return f"{title}: {describe_effect(fastest, plan)}. {fastest.what}."
 
 
 def _first_that_fits(
@@ -281,6 +274,11 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
     if plan.suggestions:
         steps = (_suggestion(at, each, plan) for at, each in enumerate(plan.suggestions, 1))
         yield from section("Changes, each on top of the previous ones", *steps)
+        effect, new_run = describe_effect(plan.fastest, plan), describe_new_run(plan.fastest)
+        lines = [f"All changes: {effect}; {new_run}, because two runs differ, too."]
+        if sum(each.saved_low_ns for each in plan.suggestions) != plan.fastest.saved_low_ns:
+            lines.append("Intervals add up, but the time without a core counts once.")
+        yield _indented(lines)
     if plan.smallest is not None:
         yield from section(
             "Alternative for less memory (replaces the changes above)",
@@ -317,8 +315,7 @@ def _finding(finding: Finding) -> RenderableType:
 def _suggestion(number: int, suggestion: Suggestion, plan: PlanAdvice) -> RenderableType:
     lines = [
         f"{number}. {suggestion.what}{_rule(suggestion.rules)}",
-        f"   {describe_saving(suggestion, plan)}: {format_ns(suggestion.step_ns)}; "
-        f"peak {describe_plan_peak(suggestion)}",
+        f"   {describe_effect(suggestion, plan)}",
         f"   Units: {_units(suggestion.units)}",
     ]
     lines += [f"   Evidence: {line}" for line in suggestion.evidence]
@@ -331,7 +328,7 @@ def _suggestion(number: int, suggestion: Suggestion, plan: PlanAdvice) -> Render
 
 
 def _alternative(proposal: Proposal, plan: PlanAdvice) -> RenderableType:
-    lines = [f"{proposal.what}", f"   {describe_alternative(proposal, plan)}"]
+    lines = [f"{proposal.what}", f"   {describe_effect(proposal, plan)}"]
     lines += [f"   Assumed: {line}" for line in proposal.assumptions]
     lines += [f"   Risk: {line}" for line in proposal.risks]
     return _indented(lines)
@@ -356,9 +353,9 @@ def render_rules() -> RenderableType:
     return Group(*parts)
 
 
-def describe_saving(suggestion: Suggestion, plan: PlanAdvice) -> str:
+def describe_saving(what: Suggestion | Proposal, plan: PlanAdvice) -> str:
     """The gain or the cost: `saves 4.1 ms a step (3.2%; interval 2.0 ms to 5.0 ms)`."""
-    saved, low, high = suggestion.saved_ns, suggestion.saved_low_ns, suggestion.saved_high_ns
+    saved, low, high = what.saved_ns, what.saved_low_ns, what.saved_high_ns
     verb = "saves"
     if saved < 0:
         verb, saved, low, high = "costs", -saved, -high, -low
@@ -367,14 +364,16 @@ def describe_saving(suggestion: Suggestion, plan: PlanAdvice) -> str:
     return f"{verb} {format_ns(saved)} a step ({ratio}; {interval})"
 
 
-def describe_alternative(proposal: Proposal, plan: PlanAdvice) -> str:
-    """The peak memory and the step time of a plan for less memory."""
-    change = format_change(-proposal.saved_ns / plan.replayed_step_ns)
-    interval = f"{format_ns(proposal.step_low_ns)} to {format_ns(proposal.step_high_ns)}"
-    return (
-        f"peak {describe_plan_peak(proposal)}; {format_ns(proposal.step_ns)} a step "
-        f"({change}; {interval})"
-    )
+def describe_effect(what: Suggestion | Proposal, plan: PlanAdvice) -> str:
+    """The gain, the step time and the peak memory of a change or of a whole plan."""
+    saving, step = describe_saving(what, plan), format_ns(what.step_ns)
+    return f"{saving}: {step}; peak {describe_plan_peak(what)}"
+
+
+def describe_new_run(proposal: Proposal) -> str:
+    """The interval of the step time: `a new run takes 427 ms to 498 ms`."""
+    low, high = format_ns(proposal.step_low_ns), format_ns(proposal.step_high_ns)
+    return f"a new run takes {low} to {high}"
 
 
 def describe_plan_peak(what: Suggestion | Proposal) -> str:

@@ -982,7 +982,7 @@ def _next(found: Diagnosis) -> Iterator[str]:
             yield f"Import the dumps again, with those of {missing}."
         else:
             yield (
-                f"Copy the folders of {missing} into the run, and run `fsdp-inspect diagnose` "
+                f"Copy the folders of {missing} into the run, and run `fsdp-inspect diagnose RUN` "
                 "again."
             )
     if found.out_of_memory is not None:
@@ -1072,7 +1072,7 @@ _NEXT: dict[ProblemClass, tuple[str, ...]] = {
     ProblemClass.HOST_DEADLOCK: ("Look at the stacks of all threads in stacks.txt.",),
     ProblemClass.OUT_OF_MEMORY: (
         "Show the memory by unit and category: `fsdp-inspect show RUN memory`.",
-        "Find a plan that needs less: `fsdp-inspect advise RUN --memory-limit SIZE`.",
+        "Find a plan that needs less: `fsdp-inspect advise RUN --details`.",
     ),
     ProblemClass.NOT_FINITE: ("Show all units: `fsdp-inspect show RUN numerics`.",),
     ProblemClass.PRECISION_LOSS: (

@@ -63,7 +63,8 @@ _LINK_COLUMNS = (
 )
 _COMPARED_WITH = {"itself": "the same unit, without communication", "alike": "similar units"}
 _TRANSFERS = {
-    "all_ranks": "shortest duration over the ranks",
+    "all_ranks": "shortest duration over the ranks, without the waits for the last rank that the "
+    "table of units includes",
     "rank": "time on this rank, which may include waits for other ranks",
     "mixed": "shortest duration over the ranks, where they share the collective",
 }
@@ -270,9 +271,9 @@ def _bandwidth(bandwidth: Bandwidth | None) -> Iterator[RenderableType]:
     if bandwidth is None or not bandwidth.kinds:
         return
     table = render_table(LINKS, bandwidth.kinds, *_LINK_COLUMNS)
-    yield from section("Bandwidth, weighted by bytes", table)
+    yield from section("Bandwidth of the transfers", table)
     sources = dict.fromkeys(_TRANSFERS[row.transfer_from] for row in bandwidth.kinds)
-    yield dim(f"Transfer: {'; '.join(sources)}.")
+    yield dim(f"Transfer: mean {'; '.join(sources)}. Bus: of all bytes in all transfers.")
     for row in bandwidth.kinds:
         if row.link is not None and row.link.refusal is not None:
             yield dim(

@@ -235,8 +235,8 @@ def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
             return (
                 "Cannot tell which plan fits, because no step ended before the failure: what the "
                 "rest of the step allocates is unknown. Record a few steps with a smaller batch or "
-                "a higher limit, and ask for plans: `fsdp-inspect advise RUN --memory-limit SIZE`. "
-                "`fsdp-inspect plan memory` computes the peak without running the step."
+                "a higher limit: the advice on that run (--memory-limit) names plans that fit. "
+                "A forecast (fsdp-inspect plan memory) computes the peak without running the step."
             )
         case NoPlans.NOT_TRAINING:
             return (
@@ -247,7 +247,7 @@ def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
             return (
                 "Cannot tell which plan fits, because storages are not tracked in every step on "
                 "this device: the memory of the failed step by unit is unknown. Ask for plans that "
-                "need less than the recorded steps: `fsdp-inspect advise RUN --memory-limit SIZE`."
+                "need less than the recorded steps: `fsdp-inspect advise RUN --details`."
             )
         case NoPlans.NOT_EXPLAINED:
             reached = (record.allocated_bytes or 0) + (record.requested_bytes or 0)

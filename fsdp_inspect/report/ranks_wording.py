@@ -242,8 +242,8 @@ def describe_comparing(ranks: Ranks) -> str:
     if ranks.sampled_ranks and ranks.sampled_steps:
         lines.append(
             f"Collectives: {len(ranks.sampled_ranks)} of {len(ranks.ranks)} ranks in "
-            f"{len(ranks.sampled_steps)} timed steps, matched by process group and number. "
-            f"Transfer: {find_metric('pure_transfer_ns').definition}."
+            f"{len(ranks.sampled_steps)} sampled steps, matched by process group and number. "
+            "Transfer: mean shortest duration over the ranks."
         )
     if ranks.clock_uncertainty_ns is not None:
         error = ranks.clock_uncertainty_ns
@@ -383,4 +383,4 @@ def _skews_table(skews: Sequence[CollectiveSkew]) -> RenderableType:
 def _skews_title(ranks: Ranks) -> str:
     shown = min(len(ranks.skews), MOST_SKEWS)
     of_all = f", the first {shown} of {len(ranks.skews)}" if shown < len(ranks.skews) else ""
-    return f"Skew and pure transfer of the collectives (medians{of_all})"
+    return f"Skew (median, p90) and transfer (mean) of the collectives{of_all}"

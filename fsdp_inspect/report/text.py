@@ -47,6 +47,7 @@ from fsdp_inspect.report.diagnosis_pictures import render_drift
 from fsdp_inspect.report.layout import bar, dim, indented, new_table, render_table, section
 from fsdp_inspect.report.wording import (
     causes_table,
+    describe_typical,
     format_kind,
     format_method,
     format_metric,
@@ -123,7 +124,7 @@ def render_first_lines(
         *_notes(summary.notes),
     ]
     if summary.breakdown is not None:
-        lines += section(_breakdown_title(summary.breakdown), parts_table(summary.breakdown))
+        lines += section(_breakdown_title(summary), parts_table(summary.breakdown))
     lines += ["", *_largest_waits(summary)]
     if summary.memory.peak is not None:
         lines.append(Text(_peak_title(summary.memory)))
@@ -263,7 +264,7 @@ def _notes(notes: Sequence[str]) -> Iterable[RenderableType]:
 
 def _sections(summary: Summary) -> Iterable[RenderableType]:
     if summary.breakdown is not None:
-        yield from section(_breakdown_title(summary.breakdown), parts_table(summary.breakdown))
+        yield from section(_breakdown_title(summary), parts_table(summary.breakdown))
     if summary.step_time_ns is not None:
         yield from section(_numbers_title(summary), _numbers_table(summary))
     if summary.drift is not None and summary.drift.changes:
@@ -302,10 +303,9 @@ def _plan_check(check: PlanCheck) -> RenderableType:
     return Group(*lines)
 
 
-def _breakdown_title(breakdown: StepBreakdown) -> str:
-    return (
-        f"Typical step of rank {breakdown.rank} (mean over {plural(len(breakdown.steps), 'step')})"
-    )
+def _breakdown_title(summary: Summary) -> str:
+    rank = summary.breakdown.rank if summary.breakdown else summary.median_rank
+    return f"Typical step of rank {rank} ({describe_typical(summary)})"
 
 
 def _numbers_title(summary: Summary) -> str:
@@ -442,8 +442,9 @@ def _units_footer(costs: UnitCosts) -> str:
         return "The run has no timed step, so times are missing."
     return (
         f"Typical step of rank {costs.rank}, from {costs.num_steps} timed steps. n: collectives "
-        "per step, mean over all timed steps. duration: of one collective. exposed: per typical "
-        "step. forward and backward include nested units and the waits for them. "
+        "per step, mean over all timed steps. duration: of one collective on this rank, with its "
+        "wait for the last rank; the section `exposed` has the transfers alone. exposed: per "
+        "typical step. forward and backward include nested units and the waits for them. "
         f"bus: {find_metric('bus_bytes_per_s').definition}."
     )
 

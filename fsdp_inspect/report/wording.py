@@ -84,6 +84,14 @@ def describe_trust(trust: Trust, summary: Summary, self_check: str) -> str:
     return " · ".join([steps, cores, f"self-check {self_check}", ranks])
 
 
+def describe_typical(summary: Summary) -> str:
+    """The steps behind the typical step: `mean over the middle 14 of 28 timed steps`."""
+    number = len(summary.breakdown.steps) if summary.breakdown else 0
+    if number == summary.num_timed_steps:
+        return f"mean over {plural(number, 'timed step')}"
+    return f"mean over the middle {number} of {plural(summary.num_timed_steps, 'timed step')}"
+
+
 def describe_memory_method(memory: Memory) -> str:
     """The tool that counted memory on the rank with the highest peak: `storage tracker`."""
     methods = {row.rank: row.method for row in memory.ranks}
@@ -122,7 +130,7 @@ def describe_judgement(judgement: Judgement) -> str:
         interval = f"{format_change(judgement.low)} to {format_change(judgement.high)}"
         return f"{_NOISE_WORDS[judgement.verdict]} ({interval})"
     if judgement.verdict is NoiseVerdict.DIFFERENT and any(judgement.more_runs):
-        return "above process noise, no rank test"
+        return "above noise, not tested"
     return _NOISE_WORDS[judgement.verdict]
 
 

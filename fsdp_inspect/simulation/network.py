@@ -434,9 +434,9 @@ def _sample_of(
         return None
     # Some durations are only upper bounds: these collectives may have ended long before.
     moves = (factors > 0) & (rows.bytes > 0) & ((rows.flags & EventFlag.LATEST_END) == 0)
-    bus_bytes = np.round(rows.bytes[moves] * factors[moves]).astype(np.int64)
-    durations = (rows.end_ns - rows.start_ns)[moves]
-    fit = fit_link(bus_bytes, durations, 1.0)
+    full_bytes, durations = rows.bytes[moves], (rows.end_ns - rows.start_ns)[moves]
+    bus_bytes = np.round(full_bytes * factors[moves]).astype(np.int64)
+    fit = fit_link(bus_bytes, durations, 1.0, full_bytes=full_bytes)
     if fit is None:
         return None
     return _Sample(fit, max(ranks, key=len), float(bus_bytes.mean()), float(durations.mean()))

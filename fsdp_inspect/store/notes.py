@@ -47,7 +47,7 @@ def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> l
         last_signs: Time of the last write of each crashed rank, wall time in ns.
     """
     notes = [
-        f"Rank {record.rank} failed: {record.failure or 'unknown error'}."
+        f"Rank {record.rank} failed: {(record.failure or 'unknown error').rstrip('.')}."
         for record in records
         if record.status is RunStatus.FAILED
     ][:_MAX_PROBLEMS]

@@ -54,8 +54,8 @@ def test_eight_in_ten_collectives_lie_in_the_interval_of_their_prediction():
 @pytest.mark.parametrize(
     ("sizes", "times", "reason"),
     [
-        pytest.param([64] * 3, [8, 16, 32], "All 3 messages have the same size, 64 b", id="one"),
-        pytest.param([64, 64, 80], [8, 16, 30], "too similar: 64 to 80 bytes", id="alike"),
+        pytest.param([64] * 3, [8, 16, 32], "All 3 messages have the same size, 64 B", id="one"),
+        pytest.param([64, 64, 80], [8, 16, 30], "too similar: 64 B to 80 B", id="alike"),
         pytest.param([64, 64, 640], [16, 16, 16], "does not grow with the message", id="flat"),
         pytest.param(
             [64, 64, 640, 640, 64],

@@ -4,16 +4,18 @@ import dataclasses
 import shutil
 
 import pytest
+from fsdp_inspect_app.app_pages.advice import search
 from fsdp_inspect_app.app_pages.advice.charts import ADVISED, draw_front, frame_front
 from fsdp_inspect_app.knobs import pack_plan, unpack_plan
 
 from fsdp_inspect.advice.code_change import CodeChange
+from fsdp_inspect.advice.evidence import Effect, Finding
 from fsdp_inspect.advice.prediction_creation import predict_advised
 from fsdp_inspect.advice.request import AdviceRequest, how_to_verify
 from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.report.advice import describe_alternative, describe_plan_peak, describe_saving
+from fsdp_inspect.report.advice import describe_effect, describe_plan_peak, describe_saving
 from fsdp_inspect.simulation.predictions.ledger import LEDGER_FILE, append_entries
 from fsdp_inspect.simulation.predictions.records import Outcome, Ruling, now
 from fsdp_inspect.store.reader import open_run
@@ -43,7 +45,7 @@ def advised():
 def test_the_answer_is_that_of_the_library(advised, advice):
     assert not advised.exception
     assert advice.answer in read(advised)
-    assert advised.metric[0].value.replace("\\", "") == format_ns(advice.plan.fastest.step_ns)
+    assert f"Step {format_ns(advice.plan.fastest.step_ns)} (predicted; a new run" in read(advised)
 
 
 def test_nothing_of_the_code_is_written_to_the_page(advised):
@@ -111,7 +113,7 @@ def test_an_alternative_for_less_memory_says_between_what(open_app, advice, monk
     plan = dataclasses.replace(advice.plan, smallest=smallest)
     changed = dataclasses.replace(advice, plan=plan)
     monkeypatch.setattr("fsdp_inspect_app.app_pages.advice.search.advice_of", lambda *_: changed)
-    assert describe_alternative(smallest, plan) in read(open_app(SAMPLES, "advice", run=RUN))
+    assert describe_effect(smallest, plan) in read(open_app(SAMPLES, "advice", run=RUN))
 
 
 def test_the_plan_its_snippet_and_how_to_verify_it_are_there(advised, advice):
@@ -272,3 +274,34 @@ def test_a_prediction_for_another_network_says_so(run):
     prediction = predict_advised(run, other.plan, wishes)
     assert prediction.bus_bytes_per_s == 1e9
     assert prediction.step_time_ns.value == other.plan.fastest.step_ns
+
+
+def test_a_limit_that_the_recorded_plan_exceeds_shows_the_whole_plan(open_app, run):
+    app = open_app(SAMPLES, "advice", run=RUN, limit="24MiB")
+    assert not app.exception
+    text, limited = read(app), advise_run(run, AdviceRequest(memory_limit=24 * 2**20))
+    assert limited.plan.is_whole
+    assert limited.answer in text
+    assert limited.plan.fastest.what in text
+    assert describe_effect(limited.plan.fastest, limited.plan) in text
+
+
+def test_a_problem_that_comes_first_has_no_plan_beside_it(open_app, monkeypatch, advice):
+    finding = Finding(
+        rule="",
+        units=(),
+        sentence="The step is input-bound.",
+        evidence="",
+        do=("Load batches earlier.", "Leave the plan."),
+        limits=True,
+        effect=Effect(sentence="Saves at most 4 ms."),
+    )
+    limited = dataclasses.replace(advice, findings=(finding,), answer=finding.sentence)
+    monkeypatch.setattr("fsdp_inspect_app.app_pages.advice.search._ask", lambda *_: limited)
+    search._memo.clear()
+    text = read(open_app(SAMPLES, "advice", run=RUN))
+    search._memo.clear()
+    assert "Recommended fix" in text
+    assert "(predicted; a new run" not in text
+    assert "further finding" not in text
+    assert text.count(finding.sentence) == 1

@@ -8,6 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +19,9 @@ import torch
 from fsdp_inspect.cli import main
 from fsdp_inspect.store.reader import open_run
 from tests.app.conftest import start_app
+from tests.app.synthetic import make_run, write_run
 from tests.app.test_pages import codes_of
+from tests.browser.states import write_crashed, write_imported
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "samples"
@@ -30,8 +34,9 @@ SAMPLE_IDS = [
 ]
 PAGES = ("overview", "diagnosis", "timeline", "units", "memory", "ranks", "advice", "what_if")
 QUESTIONS = (
-    *("summary", "diagnose", "simulate", "units", "memory", "ranks", "exposed", "breakdown"),
-    *("lifetime", "advise", "advise --details"),
+    *("show", "show summary", "show units", "show memory", "show ranks", "show exposed"),
+    *("show breakdown", "show lifetime", "show kernels", "show numerics", "diagnose", "simulate"),
+    *("advise", "advise --details"),
 )
 NEW = "NEW_RUN"
 """The placeholder for the run that the commands before it record."""
@@ -127,3 +132,79 @@ def test_every_printed_command_runs_as_printed(tmp_path: Path, run: str) -> None
             assert code in (0, 1, 2), text
             assert "─ Error ─" not in text
             assert "fsdp-inspect: " not in text
+
+
+WRONG = (
+    "show missing",
+    "app missing",
+    "import missing",
+    "diagnose missing",
+    "store query 'select 1'",
+    "compare missing",
+    "check missing",
+    "verify missing.json missing",
+    "export missing html",
+    "record",
+    "record -- train.py",
+    "record -- mpirun train.py",
+    "runs missing",
+)
+"""Calls with an error; the error names the next command."""
+
+
+def test_commands_in_errors_exist(tmp_path: Path) -> None:
+    """A command in an error may need a folder of the user, so it is asked for its help."""
+    printed = []
+    for wrong in WRONG:
+        code, text = call(f"fsdp-inspect {wrong}", tmp_path)
+        assert code, wrong
+        printed += re.findall(r"fsdp-inspect ((?:[a-z]+(?: |\b))+)(?=[^:])", text)
+    assert len(printed) > 3
+    for words in {each.strip() for each in printed}:
+        name, *rest = words.split()
+        if name == "record":  # its help replaces this process
+            continue
+        groups = {"store", "plan", "export"}
+        command = [name, *rest[:1]] if name in groups else [name]
+        code, text = call(shlex.join(["fsdp-inspect", *command, "--help"]), tmp_path)
+        assert code == 0, f"fsdp-inspect {words}\n{text}"
+
+
+@pytest.mark.parametrize("state", ["crashed", "imported", "partial"])
+def test_commands_about_runs_in_other_states_run_as_printed(tmp_path: Path, state: str) -> None:
+    runs = tmp_path / "runs"
+    if state == "crashed":
+        write_crashed(runs / state)
+    elif state == "imported":
+        write_imported(runs / state, tmp_path / "traces")
+    else:
+        whole = make_run()
+        write_run(runs / state, replace(whole, ranks=whole.ranks[:1]))
+    printed = []
+    for page in ("overview", "diagnosis"):
+        app = start_app(runs, page, run=state)
+        assert not app.exception
+        texts = [each.value for each in (*app.markdown, *app.caption, *app.info, *app.warning)]
+        printed += codes_of(app, "bash")
+        printed += commands_in(re.sub(r"\\(.)", r"\1", "\n".join(texts)))
+    for name, *options in map(str.split, QUESTIONS):
+        _, text = call(shlex.join(["fsdp-inspect", name, str(runs / state), *options]), tmp_path)
+        printed += commands_in(text)
+    assert_run_as_printed(printed, tmp_path)
+
+
+def assert_run_as_printed(printed: Sequence[str], folder: Path) -> None:
+    """Run the commands that neither record, nor serve, nor need a new run."""
+    commands = [
+        each
+        for each in dict.fromkeys(printed)
+        if each.startswith("fsdp-inspect ")
+        and not any(name in each for name in BY_THE_MACHINE)
+        and NEW not in each
+    ]
+    assert commands
+    assert not any(PLACEHOLDER.findall(each) for each in commands), commands
+    for command in commands:
+        code, text = call(command, folder)
+        assert code in (0, 1, 2), f"{command}\n{text}"  # 2: a diagnosis cannot tell
+        assert "─ Error ─" not in text, f"{command}\n{text}"

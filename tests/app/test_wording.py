@@ -114,3 +114,14 @@ def test_the_headline_of_the_longest_wait_names_its_unit_and_main_cause():
         f"Largest waits of a unit: `(root)`, {top.exposed_ns / 1e6:.1f} ms per step, "
         f"mostly {cause}."
     )
+
+
+def test_a_command_in_a_sentence_is_code():
+    shown = wording.plain("Next: run `fsdp-inspect show a_b memory` (or `.item()`), not `a_b`.")
+    assert shown == (
+        "Next\\: run `fsdp-inspect show a_b memory` \\(or `.item()`\\)\\, not \\`a\\_b\\`\\."
+    )
+
+
+def test_a_statement_in_brackets_is_code():
+    assert wording.plain("at train.py (`x = a[0]  # *`)") == "at train\\.py \\(`x = a[0]  # *`\\)"

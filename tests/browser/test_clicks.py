@@ -42,7 +42,6 @@ def click_step(dashboard, key, step):
     ("page", "card", "across", "opened"),
     [
         ("", "[data-testid=stMain]", 70, "overview"),
-        ("memory", ".st-key-card-memory-owners", 60, "units"),
         ("units", ".st-key-card-units-table", 60, "units?**unit="),
     ],
 )

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 CARDS = (
     "Exposed waits by cause",
     "Collectives over steps",
-    "Collective durations",
+    "Median duration of collectives",
     "Prefetch",
     "Memory over step",
     "Memory at the peak",

@@ -131,7 +131,7 @@ def walk(dashboard: Dashboard, width: int) -> list[Answer]:
         expected="Longest waits",
     )
     own.ask("What fills the memory at the peak?", open_page("Memory"), expected="by unit")
-    own.ask("What should I change?", open_page("Advice"), expected="Self-check")
+    own.ask("What should I change?", open_page("Advice"), expected="self-check")
     own.ask("What if another plan is used?", open_page("What-if"), expected="Predicted step")
     dashboard.load("", search="2-ranks")
     own.ask(

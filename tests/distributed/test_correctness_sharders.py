@@ -67,6 +67,7 @@ def test_a_note_is_evidence_of_a_healthy_run(runs: Path, name: str) -> None:
     [line] = [line for line in evidence if line.startswith("Note: ")]
     assert NOTES[name] in line
     assert run.summary().verdict.limit is not Limit.TRAINING
+    assert any(each.endswith(line[-40:]) for each in run.summary().notes)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -100,11 +102,22 @@ def test_the_end_says_what_limits_the_step_and_where_the_run_lies(launched: Laun
 def test_a_script_that_fails_keeps_its_traceback_and_its_recording(
     tmp_path: Path, torchrun: Torchrun
 ) -> None:
+    sent = tmp_path / "alert.json"
+    code = f"import sys; open({str(sent)!r}, 'a').write(sys.stdin.read())"
+    alert = ("--alert", shlex.join([sys.executable, "-c", code]), "--alert-if", "stall")
     launched = Launched(
         tmp_path,
-        torchrun(*LAUNCHER, SCRIPT, "--fail-on-rank", "1", cwd=tmp_path, check=False),
+        torchrun(*LAUNCHER, *alert, SCRIPT, "--fail-on-rank", "1", cwd=tmp_path, check=False),
     )
     failed = launched.run.ranks[1]
+
+    # The process of the alerts holds the pipe of stderr: it has ended.
+    [alerted] = sent.read_text().splitlines()
+    assert json.loads(alerted)["run"] == launched.run.manifest.run_id
+    assert json.loads(alerted)["sentence"] in {
+        "A rank failed.",
+        "A rank stopped without reporting an error.",
+    }
 
     assert launched.process.returncode == 1
     assert "ValueError: no more disk for the dog pictures" in launched.process.stderr

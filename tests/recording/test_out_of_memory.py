@@ -31,6 +31,7 @@ from fsdp_inspect.run import Run
 from fsdp_inspect.store import writer
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.records import replace_file
+from fsdp_inspect.store.reduction.order_wording import shorten_place
 from fsdp_inspect.store.schema import OUT_OF_MEMORY_FILE
 from fsdp_inspect.trace.codes import Phase
 
@@ -191,6 +192,10 @@ def test_what_every_step_leaves_behind_is_found(one_rank: None, tmp_path: Path) 
     [said] = describe_fitting_plans(found, searched)
     assert said.startswith("No plan fits for long: each step leaves 16.0 KiB allocated. Stop")
     assert "test_out_of_memory.py" in said
+    verdict = Run(open_run(tmp_path / "run")).summary().verdict
+    line = shorten_place(leak.place)
+    assert verdict.because.endswith(f"most of it is allocated at {line}.")
+    assert verdict.next_steps[0].startswith(f"Stop keeping the tensors of {line} over steps")
 
 
 def test_memory_that_rises_once_is_no_leak(one_rank: None, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from fsdp_inspect.advice.evidence import Effect, Finding
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.advice.suggestions import Suggestion
+from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.report.advice import (
-    describe_alternative,
+    describe_effect,
     describe_plan_peak,
     describe_saving,
     describe_searched_plans,
@@ -87,10 +88,26 @@ def test_one_screen_shows_the_change_its_gain_memory_risk_and_code(advice: Advic
     assert f"Peak {format_bytes(change.peak_bytes)} (+{added})" in lines[first + 3]
     assert f"The peak rises by {added}." in lines[first + 4]
     assert lines[first + 7] == ("      fully_shard(module, mesh=mesh, reshard_after_forward=False)")
-    step = format_ns(advice.plan.fastest.step_ns)
-    whole = f"With {1 + len(others)} changes of the plan: {step} a step"
-    assert any(line.startswith(whole) for line in lines)
+    whole = f"All changes: {describe_effect(advice.plan.fastest, advice.plan)}."
+    assert whole in " ".join(lines)
     assert "--details" in lines[-1]
+
+
+def test_the_interval_of_the_plan_adds_up_those_of_its_changes(plan: PlanAdvice) -> None:
+    """The time without a core makes every gain uncertain, and counts once in the sum."""
+    busy_ns = measure_trust(open_run(SAMPLE)).busy_ns(plan.replayed_step_ns)
+    number = len(plan.suggestions)
+    for bound, twice_ns in (
+        ("saved_ns", 0),
+        ("saved_low_ns", -busy_ns * (number - 1)),
+        ("saved_high_ns", busy_ns * (number - 1)),
+    ):
+        parts = sum(getattr(each, bound) for each in plan.suggestions) - twice_ns
+        assert getattr(plan.fastest, bound) == pytest.approx(parts, rel=0.05)
+    full = " ".join(" ".join(read(Advice("run", "", (), plan, None), details=True)).split())
+    low, high = format_ns(plan.fastest.step_low_ns), format_ns(plan.fastest.step_high_ns)
+    assert f"a new run takes {low} to {high}, because two runs differ, too." in full
+    assert "the time without a core counts once" in full
 
 
 def test_evidence_and_further_changes_are_details(advice: Advice) -> None:
@@ -145,8 +162,35 @@ def test_a_finding_that_limits_the_step_comes_before_the_plan(advice: Advice) ->
         "  Gain    Saves at most 40.0 ms a step, the whole cost.",
     ]
     assert "  Code    None is printed: see above" in lines
-    assert any(line.startswith("With 3 changes of the plan: ") for line in lines)
-    assert "Recommended change" not in "\n".join(lines)
+    text = "\n".join(lines)
+    assert "Recommended change" not in text
+    assert "All changes" not in text
+    assert "--write" not in text
+
+
+def test_a_limit_of_memory_has_its_plan_beside_a_finding(advice: Advice) -> None:
+    assert advice.plan is not None
+    plan = replace(advice.plan, memory_limit_bytes=20 * MIB)
+    limited = replace(advice, findings=(STRAGGLER,), answer=STRAGGLER.sentence, plan=plan)
+    text = " ".join(read(limited))
+    effect = describe_effect(plan.fastest, plan)
+    assert f"Plan that fits into 20.0 MiB: {effect}. {plan.fastest.what}." in text
+    assert "--write FILE saves the plan." in text
+
+
+def test_the_only_change_that_fits_the_limit_is_shown(advice: Advice) -> None:
+    """It costs time, so no gain recommends it."""
+    assert advice.plan is not None
+    only = replace(advice.plan.suggestions[0], saved_low_ns=-1, peak_bytes=20 * MIB)
+    plan = replace(
+        advice.plan,
+        suggestions=(only,),
+        replayed_peak_bytes=22 * MIB,
+        memory_limit_bytes=21 * MIB,
+    )
+    lines = read(replace(advice, plan=plan))
+    assert "Recommended plan" in lines
+    assert f"  {plan.fastest.what[:40]}" in "\n".join(lines)
 
 
 def test_other_findings_are_counted_on_one_screen(advice: Advice) -> None:
@@ -245,9 +289,8 @@ def test_memory_that_nobody_measured_is_not_known(suggestion: Suggestion) -> Non
 @pytest.mark.parametrize(
     ("saved", "change"),
     [
-        pytest.param(12_800, "-10%", id="faster"),
-        pytest.param(1, "0.0%", id="hardly"),
-        pytest.param(0, "=", id="no change"),
+        pytest.param(12_800, "saves 12.8 ms a step (10%;", id="faster"),
+        pytest.param(-1, "costs 1.00 µs a step (0.0%;", id="hardly slower"),
     ],
 )
 def test_an_alternative_says_its_memory_and_its_step(
@@ -256,18 +299,17 @@ def test_an_alternative_says_its_memory_and_its_step(
     smallest = replace(
         plan.fastest,
         saved_ns=saved * US,
+        saved_low_ns=-5_000 * US,
+        saved_high_ns=20_000 * US,
         step_ns=115_200 * US,
-        step_low_ns=110_000 * US,
-        step_high_ns=120_000 * US,
         peak_bytes=26 * MIB,
         added_bytes=-2 * MIB,
         peak_low_bytes=25 * MIB,
         peak_high_bytes=27 * MIB,
     )
-    assert describe_alternative(smallest, plan) == (
-        "peak 26.0 MiB (-2.00 MiB; 25.0 MiB to 27.0 MiB); "
-        f"115 ms a step ({change}; 110 ms to 120 ms)"
-    )
+    words = describe_effect(smallest, plan)
+    assert words.startswith(change)
+    assert words.endswith(": 115 ms; peak 26.0 MiB (-2.00 MiB; 25.0 MiB to 27.0 MiB)")
 
 
 def test_a_replay_that_is_all_but_right_has_no_sign(plan: PlanAdvice) -> None:

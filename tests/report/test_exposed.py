@@ -47,12 +47,13 @@ layers.1  forward   explicit  100 ns     150 ns   66.7%
 layers.1  backward  missed      0 ns      30 ns      0%
 """
 BANDWIDTH = """\
-Bandwidth, weighted by bytes
+Bandwidth of the transfers
 collective      group       per step  transfer       bus  latency  residual
-all-gather      shard of 2     256 B     50 ns  427 MB/s        –         –
-reduce-scatter  shard of 2     128 B     80 ns  356 MB/s        –         –
+all-gather      shard of 2     256 B     75 ns  427 MB/s        –         –
+reduce-scatter  shard of 2     128 B     90 ns  356 MB/s        –         –
 all-reduce      –                4 B     20 ns         –        –         –
-Transfer: time on this rank, which may include waits for other ranks.
+Transfer: mean time on this rank, which may include waits for other ranks. Bus:
+of all bytes in all transfers.
 """
 
 

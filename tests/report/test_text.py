@@ -16,7 +16,7 @@ hand-made  complete
 
 {verdict}
 
-Typical step of rank 0 (mean over 3 steps)
+Typical step of rank 0 (mean over 3 timed steps)
 part                       time  share
 forward                  200 ns    20%  ██████
 backward                 320 ns    32%  ██████████
@@ -71,10 +71,11 @@ layers.0     100   100 ns    160 ns       0 ns   10 ns           1
 layers.1     100   100 ns    160 ns       0 ns   10 ns           1
 
 Typical step of rank 0, from 3 timed steps. n: collectives per step, mean over
-all timed steps. duration: of one collective. exposed: per typical step. forward
-and backward include nested units and the waits for them. bus: message x (N-1)/N
-/ duration for all-gather and reduce-scatter, 2(N-1)/N for all-reduce, N ranks
-in the group (nccl-tests); missing for N = 1."""
+all timed steps. duration: of one collective on this rank, with its wait for the
+last rank; the section `exposed` has the transfers alone. exposed: per typical
+step. forward and backward include nested units and the waits for them. bus:
+message x (N-1)/N / duration for all-gather and reduce-scatter, 2(N-1)/N for
+all-reduce, N ranks in the group (nccl-tests); missing for N = 1."""
 
 
 def summary_of(run):

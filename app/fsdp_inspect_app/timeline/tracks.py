@@ -16,6 +16,7 @@ import numpy as np
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.mesh_dimensions import group_dimensions
 from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.formatting import format_ranks
 from fsdp_inspect.report.perfetto.axes import place_ranks
 from fsdp_inspect.result_types import Alignment, LinearClock, RankClock, RankRecord, RunSource
 from fsdp_inspect.trace.codes import EventKind
@@ -140,8 +141,9 @@ def build_timeline(
         layouts = [layout for layout in pool.map(lay_out, asked) if layout is not None]
     if not layouts:
         raise IncompleteRunError(
-            f"No rank of {sorted(ranks)} finished step {step} of run {run.manifest.run_id!r}. "
-            "A step is drawn once it has ended. Choose another step or other ranks."
+            f"Step {step} is not finished on {format_ranks(sorted(ranks))} of run "
+            f"{run.manifest.run_id!r}. A step is drawn once it has ended. Choose another step "
+            "or other ranks."
         )
     return _join(step, layouts, align_clocks(run, [layout.rank for layout in layouts]))
 

@@ -1,70 +1,23 @@
-"""Watch live runs for problems, and report each once: no progress, NaN, memory, step time.
-
-| rule       | condition                                                                       |
-|------------|---------------------------------------------------------------------------------|
-| `stall`    | no step ends for long, or a rank stopped or failed (`LiveState`)                |
-| `nan`      | the last value of a logged number is not finite                                 |
-| `memory=N%` | the allocator of a rank reserves more than N% of its device                    |
-| `slow=N%`  | the typical step takes N% longer than the fastest typical step of the run so far |
+"""Watch live runs for problems, and report each once: the rules are those of `alert_rules`.
 
 Nothing here reads more than the new rows of each run (`Monitor`).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
+from fsdp_inspect.alert_rules import MEMORY, NAN, SLOW, STALL, AlertRule
 from fsdp_inspect.analysis.live.feed import LiveState
 from fsdp_inspect.analysis.live.monitor import MonitoredRun
 from fsdp_inspect.analysis.live.view import TYPICAL_STEPS
 from fsdp_inspect.formatting import format_ns, format_ratio
 
-STALL, NAN, MEMORY, SLOW = "stall", "nan", "memory", "slow"
-RULES: Mapping[str, float | None] = {STALL: None, NAN: None, MEMORY: 0.95, SLOW: 0.5}
-"""The rules with their default limits; None: a rule without a limit."""
 _STOPPED = {
     LiveState.STALLED: "No step ends any more.",
     LiveState.DIED: "A rank stopped without reporting an error.",
     LiveState.FAILED: "A rank failed.",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class AlertRule:
-    """One condition with its limit."""
-
-    name: str
-    limit: float | None = None
-    """A fraction; None for rules without a limit."""
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read a rule such as `stall`, `memory=95%` or `slow=50%`.
-
-        Raises:
-            ValueError: There is no such rule, or its limit is invalid.
-        """
-        name, has_limit, limit = text.strip().partition("=")
-        known = ", ".join(f"{each}=N%" if usual else each for each, usual in RULES.items())
-        if name not in RULES or (has_limit and RULES[name] is None):
-            raise ValueError(f"Invalid alert: {text!r}. Expected one of: {known}.")
-        if not has_limit:
-            return cls(name, RULES[name])
-        try:
-            value = float(limit.strip().removesuffix("%")) / 100
-        except ValueError:
-            value = math.nan
-        if not limit.strip().endswith("%") or not 0 < value <= 100:
-            raise ValueError(
-                f"Invalid limit of the alert {text!r}. Expected a percentage above 0, such as "
-                f"{name}=95%."
-            )
-        return cls(name, value)
-
-    def __str__(self) -> str:
-        """The rule as `parse` reads it."""
-        return self.name if self.limit is None else f"{self.name}={100 * self.limit:g}%"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +61,14 @@ class RunAlerts:
 
     def _check(self, rule: AlertRule, run: MonitoredRun) -> Iterator[tuple[str, str]]:
         """What a rule finds: a key that stays the same while it holds, and its sentence."""
-        match rule.name:
-            case "stall":
-                if run.state in _STOPPED:
-                    yield f"stall {run.state}", _STOPPED[run.state]
-            case "nan":
-                yield from _find_not_finite(run)
-            case "memory":
-                yield from _find_full(run, rule.limit or 0)
-            case "slow":
-                yield from self._find_slow(run, rule.limit or 0)
+        if rule.name == STALL and run.state in _STOPPED:
+            yield f"stall {run.state}", _STOPPED[run.state]
+        elif rule.name == NAN:
+            yield from _find_not_finite(run)
+        elif rule.name == MEMORY:
+            yield from _find_full(run, rule.limit or 0)
+        elif rule.name == SLOW:
+            yield from self._find_slow(run, rule.limit or 0)
 
     def _find_slow(self, run: MonitoredRun, limit: float) -> Iterator[tuple[str, str]]:
         numbers = run.ranks[0].numbers if run.ranks else None

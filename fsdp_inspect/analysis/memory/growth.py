@@ -12,6 +12,7 @@ the live bytes after each of the last steps. If the samples are too few, those b
 Sources: Mann (1945) and Kendall (1975) for the test; Sen (1968) and Theil (1950) for the slope.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.memory.peak import memory_parts, memory_statistics
 from fsdp_inspect.trace.codes import Statistic, StepPart
+from fsdp_inspect.trace.live_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.run import RunSource, RunStatus
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable
 
@@ -51,6 +53,8 @@ class MemoryGrowth:
     """The median slope; None if memory does not grow, or if the result is unknown."""
     p_value: float | None
     """Two-sided p-value of the trend."""
+    place: str
+    """The line whose live memory grew most, `file:line`; empty: unknown."""
     steps_until_full: int | None
     """Steps after the last one until the peak fills the device at this slope. It is an upper bound,
     because fragmentation needs memory too. 0: the memory is full. None without growth, or if the
@@ -97,9 +101,23 @@ def _measure_failure(run: RunSource, rank: int | None) -> MemoryGrowth | None:
             grows=True,
             growth_bytes_per_step=growth[0],
             p_value=growth[1],
+            place=_grown_place(failed),
             steps_until_full=0,
         )
     return None
+
+
+def _grown_place(failed: OutOfMemoryRecord) -> str:
+    """The line that allocated most of what the last steps left behind; empty if it is unknown."""
+    before, now = failed.resting_before, failed.resting_now
+    if before is None or now is None:
+        return ""
+    grown: Counter[str] = Counter()
+    for moment, sign in ((before, -1), (now, 1)):
+        for row in moment.live:
+            grown[row.place] += sign * row.bytes
+    place, amount = max(grown.items(), key=lambda each: each[1], default=("", 0))
+    return place if amount > 0 else ""
 
 
 def _measure_samples(run: RunSource, rank: int | None) -> MemoryGrowth | None:
@@ -124,6 +142,7 @@ def _measure_samples(run: RunSource, rank: int | None) -> MemoryGrowth | None:
         grows=grows,
         growth_bytes_per_step=slope if grows else None,
         p_value=growth[1] if growth else None,
+        place="",
         steps_until_full=_steps_until_full(run, chosen, parts, slope) if grows else None,
     )
 

@@ -443,7 +443,8 @@ def _phrase_result(
     over = f"{plural(num_steps, 'step')} of {num_units} units"
     if not wrong:
         ran = sum(total.observed_count for total in totals)
-        return f"The run follows its plan: {ran:,} collectives in {over}, as expected."
+        steps = f"{plural(num_steps, 'checked step')} of {num_units} units"
+        return f"The run follows its plan: {ran:,} collectives in {steps}, as expected."
     off = [total for total in totals if total.observed_count != total.expected_count]
     counted = "".join(
         f" {total.observed_count:,} {total.kind.replace('_', '-')}s ran in {over}; "

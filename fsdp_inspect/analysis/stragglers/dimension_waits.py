@@ -58,7 +58,7 @@ class DimensionWait:
                 "late_wait_ns",
                 MetricUnit.NS,
                 "Wait per step for the last rank to arrive, on the rank that waits longest.",
-                label="longest wait",
+                label="wait per step",
             ),
             number_column("waiting_rank", "The rank that waits longest.", label="on rank"),
             text_column(

@@ -31,7 +31,6 @@ from fsdp_inspect.analysis.shared_collectives import (
     Matching,
     queue_up,
 )
-from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource
@@ -131,9 +130,8 @@ class Replay:
 
     def typical_of(self, others: Sequence[int]) -> int:
         """Return the rank with the median total work among these ranks."""
-        works = {rank: self._programs[rank].work_ns for rank in sorted(others)}
-        middle = median(list(works.values()))
-        return next(rank for rank, work in works.items() if work == middle)
+        by_work = sorted(sorted(others), key=lambda rank: self._programs[rank].work_ns)
+        return by_work[(len(by_work) - 1) // 2]
 
     def _keys(self, program: Program, rank: int) -> list[int]:
         """Return the keys of a program's collectives if this rank runs the program."""

@@ -180,7 +180,7 @@ RANK_DIMENSIONS = TableSpec(
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSkew:
-    """Collectives of one kind, message and process group, with medians over the sample."""
+    """Collectives of one kind, message and process group, over the sample."""
 
     kind: str
     dimension: str
@@ -190,13 +190,14 @@ class CollectiveSkew:
     """Number of ranks in the process group."""
     num_collectives: int
     skew_ns: int | None
-    """Time from the first to the last arrival; None if clocks are not aligned."""
+    """Median time from the first to the last arrival; None if clocks are not aligned."""
     skew_p90_ns: int | None
-    pure_transfer_ns: int
+    transfer_ns: int
+    """Mean, as in `analysis.bandwidth`."""
     skewed_ratio: float | None
     """Fraction of these collectives whose skew is longer than their transfer."""
     bus_bytes_per_s: float | None
-    """Bus bandwidth of the pure transfer, which begins when all ranks have arrived."""
+    """Bus bandwidth of the transfer, which begins when all ranks have arrived."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Arrivals and transfers by collective",
@@ -213,11 +214,11 @@ class CollectiveSkew:
                 "The skew that 90% of the collectives do not exceed.",
                 label="skew, p90",
             ),
-            metric_column("pure_transfer_ns"),
+            metric_column("transfer_ns"),
             value_column(
                 "bus_bytes_per_s",
                 MetricUnit.BYTES_PER_S,
-                "Bus bandwidth of the pure transfer.",
+                "Bus bandwidth of the transfer.",
                 label="bus bandwidth",
             ),
         ),
@@ -297,7 +298,7 @@ class Ranks(TableResult):
             number_column("num_collectives", "The sampled collectives.", label="n"),
             metric_column("skew_ns"),
             metric_column("skew_p90_ns", metric="skew_ns", label="p90"),
-            metric_column("pure_transfer_ns", label="transfer"),
+            metric_column("transfer_ns"),
             metric_column("bus_bytes_per_s", label="bus"),
         ),
     )
@@ -453,7 +454,7 @@ def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, 
         aligned = own.aligned()
         skew = aligned.skew_ns() if len(aligned) else np.empty(0, dtype=np.int64)
         num_ranks = len(matching.members(group, arrivals.ranks[0]))
-        transfer = median(own.transfer_ns) or 0
+        transfer = round(own.transfer_ns.mean()) if len(own) else 0
         factor = bus_factor(kind, num_ranks)
         skews.append(
             CollectiveSkew(
@@ -464,7 +465,7 @@ def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, 
                 num_collectives=len(own),
                 skew_ns=median(skew),
                 skew_p90_ns=percentile(skew, 90),
-                pure_transfer_ns=transfer,
+                transfer_ns=transfer,
                 skewed_ratio=_skewed_ratio(aligned),
                 bus_bytes_per_s=(
                     message * factor / transfer * 1e9

@@ -127,6 +127,8 @@ class MemoryGrowthFacts:
     bytes_per_step: float
     steps_until_full: int | None
     """Steps until the device is full; None if its memory is unknown (CPU)."""
+    place: str = ""
+    """The line that allocates it, `file:line`; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ from fsdp_inspect.analysis.verdict.facts import OVERSIZED_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.statistics import median
+from fsdp_inspect.store.reduction.order_wording import shorten_place
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SharderTraits, traits_of
@@ -299,6 +300,7 @@ def _growth(growth: MemoryGrowth | None) -> MemoryGrowthFacts | None:
         rank=growth.rank,
         bytes_per_step=growth.growth_bytes_per_step,
         steps_until_full=growth.steps_until_full,
+        place=shorten_place(growth.place),
     )
 
 

@@ -141,15 +141,24 @@ def _phrase_growth(facts: StepFacts) -> Words:
     full = "" if left is None else f" The device is full after at most {left} more steps."
     if left == 0:
         full = " Its memory is full."
+    because = f"Rank {growth.rank} ends each step with more allocated memory than the step before"
+    look = (
+        "Look for tensors that outlive their step: a loss accumulated with its graph (use "
+        ".item() or .detach()), outputs kept in a list, an unbounded cache."
+    )
+    if growth.place:
+        because += f": most of it is allocated at {growth.place}"
+        look = (
+            f"Stop keeping the tensors of {growth.place} over steps: keep a number (.item()) or a "
+            "detached copy, or delete them."
+        )
     return (
         f"Memory grows by {format_bytes(growth.bytes_per_step)} per step.",
-        f"Rank {growth.rank} ends each step with more allocated memory than the step before.",
-        f"Rank {growth.rank} ends each step with more allocated memory than the step "
-        f"before.{full} Steady growth means that the training loop keeps tensors from step to "
+        f"{because}.",
+        f"{because}.{full} Steady growth means that the training loop keeps tensors from step to "
         "step.",
         (
-            "Look for tensors that outlive their step: a loss accumulated with its graph (use "
-            ".item() or .detach()), outputs kept in a list, an unbounded cache.",
+            look,
             "Run `fsdp-inspect show RUN memory` to see the growth.",
         ),
     )

@@ -52,7 +52,13 @@ from fsdp_inspect.report.charts.results import (
 )
 from fsdp_inspect.report.diagnosis import DiagnosisText, describe_diagnosis
 from fsdp_inspect.report.ranks_wording import describe_answer
-from fsdp_inspect.report.wording import format_kind, format_method, format_metric, note_judgement
+from fsdp_inspect.report.wording import (
+    describe_typical,
+    format_kind,
+    format_method,
+    format_metric,
+    note_judgement,
+)
 from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.trace.run import RunManifest, RunSource, TableOrigin
 from fsdp_inspect.version import __version__
@@ -240,6 +246,7 @@ def _environment() -> Environment:
         "version": __version__,
         "wording": wording,
         "describe_ranks": describe_answer,
+        "describe_typical": describe_typical,
         "describe_sharding": describe_sharding,
         "part_look": lambda name: palette.PART_LOOKS[_PARTS[name]],
         "look_of_owner": lambda owner: palette.look_of_wait(owner.kind, owner.fqn),

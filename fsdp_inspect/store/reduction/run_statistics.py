@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.statistics import median, position_of_percent
+from fsdp_inspect.statistics import median, percentiles_of_groups
 from fsdp_inspect.store.reduction.memory_parts import reduce_memory
 from fsdp_inspect.store.reduction.step_parts import reduce_rank
 from fsdp_inspect.store.reduction.timed_steps import (
@@ -32,7 +32,7 @@ from fsdp_inspect.trace.tables import (
     SummaryTable,
 )
 
-STATISTICS_VERSION = 2
+STATISTICS_VERSION = 3
 """Increased when `condense_run` gives other rows for the same summary."""
 WHOLE_RUN = -1
 """The `rank` of rows that describe all ranks."""
@@ -170,14 +170,13 @@ class _TimedSteps:
         """The percentiles of the step times of each rank."""
         ordered = self.step_time_ns[self.by_time]
         for statistic, percent in _PERCENTILES.items():
-            place = self.firsts + position_of_percent(self.counts, percent)
             yield _rows(
                 statistic,
                 EventKind.STEP,
                 self.rank[self.firsts],
                 num_steps=self.counts,
                 out_of=self.counts,
-                duration_ns=ordered[place],
+                duration_ns=percentiles_of_groups(ordered, self.firsts, self.counts, percent),
             )
 
     def sum_up(self, kind: int, rows: SummaryTable) -> StatisticsTable:

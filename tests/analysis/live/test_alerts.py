@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from fsdp_inspect.analysis.live.alerts import RULES, AlertRule, RunAlerts
+from fsdp_inspect.alert_rules import RULES, AlertRule
+from fsdp_inspect.analysis.live.alerts import RunAlerts
 from fsdp_inspect.analysis.live.feed import LiveState
 from fsdp_inspect.analysis.live.monitor import Monitor
 from fsdp_inspect.store.folder import create_run

@@ -67,7 +67,7 @@ def test_a_run_that_does_what_its_plan_says_is_consistent():
     check = check_plan(trained().build())
     assert check.is_consistent is True
     assert check.sentence == (
-        "The run follows its plan: 12 collectives in 2 steps of 2 units, as expected."
+        "The run follows its plan: 12 collectives in 2 checked steps of 2 units, as expected."
     )
     gathers = check.units[0].all_gather
     assert (gathers.expected_per_step, gathers.observed_per_step) == (2, 2)

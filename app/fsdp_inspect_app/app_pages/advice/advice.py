@@ -12,15 +12,18 @@ from fsdp_inspect import Run
 from fsdp_inspect.advice.prediction_creation import predict_advised
 from fsdp_inspect.advice.rules import title_of
 from fsdp_inspect.errors import PredictionError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_unit
+from fsdp_inspect.formatting import format_bytes, format_ns, format_unit, plural
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.report.advice import (
-    describe_alternative,
+    describe_effect,
+    describe_new_run,
+    describe_plan_for_limit,
     describe_plan_peak,
     describe_row,
     describe_saving,
     describe_searched_plans,
     recommended,
+    title_of_plan,
 )
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.result_types import (
@@ -49,7 +52,6 @@ from fsdp_inspect_app.app_pages.advice.charts import draw_front, frame_front, fr
 from fsdp_inspect_app.app_pages.advice.search import PLAN_FILE, advice_of, default_request
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
-    Tile,
     show_card,
     show_code,
     show_csv_button,
@@ -60,7 +62,6 @@ from fsdp_inspect_app.cards import (
     show_table,
     show_table_button,
     show_text,
-    show_tiles,
     show_title,
 )
 from fsdp_inspect_app.drawn_chart import Click, show_chart
@@ -103,12 +104,11 @@ def show_page(entry: RunEntry, run: Run) -> None:
     advice = advice_of(entry, question.request)
     with answer:
         show_headline(plain(advice.answer))
-        if advice.plan is not None:
-            _show_numbers(advice.plan)
         _show_recommended(advice, question, run.manifest)
-    if advice.findings:
-        with show_fold(f"Findings: {len(advice.findings)}", key="findings"):
-            for place, finding in enumerate(advice.findings):
+    others = [each for each in advice.findings if each is not recommended(advice)[0]]
+    if others:
+        with show_fold(plural(len(others), "further finding"), key="findings"):
+            for place, finding in enumerate(others):
                 _show_finding(finding, run.manifest, key=f"finding-{place}")
     if advice.plan is None:
         _show_refusal(advice)
@@ -121,8 +121,15 @@ def _show_recommended(advice: Advice, question: Question, manifest: RunManifest)
     """Show the fix or change to make first, in full, and what makes it uncertain."""
     finding, suggestion = recommended(advice)
     plan = advice.plan
+    if plan is not None and (finding is None or not plan.recorded_fits):
+        show_text(plain(_describe_numbers(plan)))
     if finding is not None:
-        _show_finding(finding, manifest, key="recommended")
+        title = "Recommended fix" if finding.sentence == advice.answer else finding.sentence
+        _show_finding(finding, manifest, key="recommended", title=title)
+        if plan is not None and plan.suggestions and not plan.recorded_fits:
+            show_text(plain(describe_plan_for_limit(plan)))
+    elif plan is not None and plan.is_whole:
+        _show_proposal(title_of_plan(plan), plan.fastest, plan, question, key="recommended")
     elif suggestion is not None and plan is not None:
         _show_suggestion(suggestion, plan, question, manifest, key="recommended")
     if plan is not None and plan.suggestions and plan.caveats:
@@ -215,8 +222,8 @@ def _show_refusal(advice: Advice) -> None:
 # --- findings
 
 
-def _show_finding(finding: Finding, manifest: RunManifest, *, key: str) -> None:
-    with show_card(finding.sentence, key=key) as header:
+def _show_finding(finding: Finding, manifest: RunManifest, *, key: str, title: str = "") -> None:
+    with show_card(title or finding.sentence, key=key) as header:
         if finding.rule:
             with header:
                 show_text(_badge(finding.rule))
@@ -231,7 +238,8 @@ def _show_finding(finding: Finding, manifest: RunManifest, *, key: str) -> None:
         _show_more(more)
         if finding.snippet:
             show_code(finding.snippet, key=key, language="python")
-        _link_units(finding.units, manifest, key=key)
+        if finding.units:
+            _link_units(finding.units, manifest, key=key)
 
 
 def _link_units(units: Sequence[str], manifest: RunManifest, *, key: str) -> None:
@@ -269,33 +277,25 @@ def _show_plan(
             _show_front(plan, question)
         with right:
             if plan.smallest is not None:
-                _show_alternative(plan.smallest, plan, question)
+                title = "Alternative with less memory (replaces the plan above)"
+                _show_proposal(title, plan.smallest, plan, question, key="smallest")
             _show_rest(plan, run.summary())
         show_note(plain(describe_searched_plans(plan)))
 
 
-def _show_numbers(plan: PlanAdvice) -> None:
+def _describe_numbers(plan: PlanAdvice) -> str:
+    """The plan beside the recorded one, in one line."""
     fastest = plan.fastest
-    interval = f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}"
-    numbers = (
-        ("Predicted step", format_ns(fastest.step_ns), interval),
+    return " · ".join(
         (
-            "Recorded step",
-            format_ns(plan.recorded_step_ns),
-            f"measured; simulated {format_ns(plan.replayed_step_ns)}",
-        ),
-        (
-            "Predicted peak",
-            format_bytes(fastest.peak_bytes),
-            f"recorded plan: {format_bytes(plan.replayed_peak_bytes)}",
-        ),
-        (
-            "Self-check",
-            format_error(plan.replay_error),
-            f"{plan.num_plans} plans simulated",
-        ),
+            f"Step {format_ns(fastest.step_ns)} (predicted; {describe_new_run(fastest)}) "
+            f"instead of {format_ns(plan.replayed_step_ns)} (simulated; "
+            f"{format_ns(plan.recorded_step_ns)} measured)",
+            f"peak {format_bytes(fastest.peak_bytes)} instead of "
+            f"{format_bytes(plan.replayed_peak_bytes)}",
+            f"self-check {format_error(plan.replay_error)}",
+        )
     )
-    show_tiles([Tile(*number) for number in numbers])
 
 
 def _show_suggestion(
@@ -409,16 +409,17 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
 # --- other plans
 
 
-def _show_alternative(proposal: Proposal, plan: PlanAdvice, question: Question) -> None:
-    with show_card("Alternative with less memory", key="smallest"):
+def _show_proposal(
+    title: str, proposal: Proposal, plan: PlanAdvice, question: Question, *, key: str
+) -> None:
+    """Show a whole plan with its effect."""
+    with show_card(title, key=key):
         show_title(proposal.what)
-        show_text(
-            plain(f"Predicted: {describe_alternative(proposal, plan)}. Replaces the plan above.")
-        )
+        show_text(plain(f"Predicted: {describe_effect(proposal, plan)}."))
         lines = [f"- **Assumed**: {plain(line)}" for line in proposal.assumptions]
         lines += [f"- **Risk**: {plain(line)}" for line in proposal.risks]
         show_text("\n".join(lines))
-        _offer_plan(proposal.plan, question, key="smallest", label=PLAN_FILE)
+        _offer_plan(proposal.plan, question, key=key, label=PLAN_FILE)
 
 
 def _show_front(plan: PlanAdvice, question: Question) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 import streamlit as st
 
 from fsdp_inspect import Run
-from fsdp_inspect.analysis.live.alerts import RULES, AlertRule
+from fsdp_inspect.alert_rules import RULES, AlertRule
+from fsdp_inspect.alert_watch import WATCH, is_webhook
 from fsdp_inspect.analysis.live.feed import LiveFeed
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio
+from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio, name_run
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.report.live_wording import (
@@ -35,7 +36,6 @@ from fsdp_inspect.store.folder import (
     is_profile_requested,
 )
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.alerting import WATCH, is_webhook
 from fsdp_inspect_app.app_pages.live.charts import (
     draw_devices,
     draw_live_memory,
@@ -263,7 +263,7 @@ def _offer_requests(entry: RunEntry, live: LiveStatus) -> None:
 def _offer_request(
     entry: RunEntry, label: str, icon: str, words: str, ask: Callable[[Path | str], None]
 ) -> None:
-    if st.button(label, icon=icon, help=plain(words), key=label):
+    if st.button(label, icon=icon, help=plain(name_run(words, str(entry.path))), key=label):
         try:
             ask(entry.path)
         except OSError as error:

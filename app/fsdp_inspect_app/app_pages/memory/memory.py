@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
-import pandas as pd
 import streamlit as st
 
 from fsdp_inspect import Run
@@ -11,7 +10,7 @@ from fsdp_inspect.analysis.memory.instant import measure_memory_instant
 from fsdp_inspect.analysis.memory.step import measure_step_memory
 from fsdp_inspect.analysis.run_heading import measure_run_heading
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import MISSING, format_bytes, format_ns
+from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
 from fsdp_inspect.report.charts.results import draw_alive
@@ -41,12 +40,11 @@ from fsdp_inspect_app.app_pages.memory.charts import (
 )
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
-    column_formats,
     metric_tiles,
-    show_card,
     show_chart_card,
     show_csv_button,
     show_empty_card,
+    show_fold,
     show_headline,
     show_note,
     show_table,
@@ -327,47 +325,19 @@ def _show_peak(overview: MemoryOverview) -> None:
         return
     place = memory_wording.describe_place(peak.fqn, peak.phase, peak.step)
     owners = peak.owners[:_MOST_OWNERS]
-    frame = frame_of(MemoryOverview.TABLE, peak.owners)
-    left, right = st.columns(2)
-    with left:
-        show_chart_card(
-            f"Memory at the peak by unit: {format_bytes(peak.bytes)}",
-            draw_alive(peak, most=_MOST_OWNERS),
-            frame,
-            key="memory-alive",
-            alt=f"Bars of the memory that each unit owns at the peak; the largest is "
-            f"{name_place(owners[0].fqn)} with {format_bytes(owners[0].bytes)}",
-            note=f"Reached {place}. The owner of memory is the unit that allocated it. The largest "
-            f"{len(owners)} of {len(peak.owners)} owners. Click a bar to open its unit. "
-            f"{memory_wording.describe_counting(overview)}",
-            on_click=lambda click: open_unit(click.pick([owner.fqn for owner in owners])),
-        )
-    with right:
-        _show_places(overview)
-    _show_owners(peak, frame)
-
-
-def _show_owners(peak: PeakMoment, frame: pd.DataFrame) -> None:
-    """Show every owner by category; a click on a unit opens it."""
-    with show_card("Memory at the peak by unit and category", key="memory-owners") as header:
-        with header:
-            show_csv_button(frame, key="memory-owners-rows")
-        state = st.dataframe(
-            frame,
-            hide_index=True,
-            column_config={
-                **column_formats(frame),
-                "unit": st.column_config.TextColumn(pinned=True, help="Click to open"),
-            },
-            placeholder=MISSING,
-            key="memory-owners-table",
-            on_select="rerun",
-            selection_mode="single-cell",
-            alt="Memory at the peak, one row for each unit",
-        )
-    for row, column in state["selection"]["cells"]:
-        if column == "unit" and row < len(peak.owners):
-            open_unit(peak.owners[row].fqn)
+    show_chart_card(
+        f"Memory at the peak by unit: {format_bytes(peak.bytes)}",
+        draw_alive(peak, most=_MOST_OWNERS),
+        frame_of(MemoryOverview.TABLE, peak.owners),
+        key="memory-alive",
+        alt=f"Bars of the memory that each unit owns at the peak; the largest is "
+        f"{name_place(owners[0].fqn)} with {format_bytes(owners[0].bytes)}",
+        note=f"Reached {place}. The owner of memory is the unit that allocated it. The largest "
+        f"{len(owners)} of {len(peak.owners)} owners. Click a bar to open its unit. "
+        f"{memory_wording.describe_counting(overview)}",
+        on_click=lambda click: open_unit(click.pick([owner.fqn for owner in owners])),
+    )
+    _show_places(overview)
 
 
 def _show_owners_missing(peak: PeakMoment) -> None:
@@ -477,11 +447,10 @@ def _show_places(overview: MemoryOverview) -> None:
     positions = overview.memory.positions
     if not positions:
         return
-    frame = frame_of(PositionBytes.TABLE, positions)
     title = f"Highest readings by position, rank {overview.memory.shown_rank}"
-    with show_card(title, key="memory-places") as header:
-        with header:
-            show_csv_button(frame, key="memory-places-rows")
+    with show_fold(title, key="memory-places"):
+        frame = frame_of(PositionBytes.TABLE, positions)
+        show_csv_button(frame, key="memory-places-rows")
         show_table(frame, key="memory-places-table", alt=title)
         show_note(
             "Position: the innermost unit on the host's stack, over all steps\\. The unit may own "

@@ -12,6 +12,7 @@ from fsdp_inspect.advice.run_advice import find_findings
 from fsdp_inspect.analysis.scalars import find_loss
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.analysis.verdict import COMPARE_PLANS
+from fsdp_inspect.analysis.verdict.facts import OF_WAITS
 from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import (
     capitalize,
@@ -21,7 +22,6 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_unit,
     name_run,
-    plural,
 )
 from fsdp_inspect.metrics import define_metric, find_metric
 from fsdp_inspect.report.advice import describe_recommendation
@@ -35,7 +35,13 @@ from fsdp_inspect.report.charts.results import (
     draw_step_times,
 )
 from fsdp_inspect.report.text import list_throughput
-from fsdp_inspect.report.wording import describe_trust, format_error, format_kind, format_metric
+from fsdp_inspect.report.wording import (
+    describe_trust,
+    describe_typical,
+    format_error,
+    format_kind,
+    format_metric,
+)
 from fsdp_inspect.result_types import (
     BreakdownCauses,
     Exposed,
@@ -174,8 +180,9 @@ def _describe_numbers(summary: Summary) -> str:
         f"peak {peak}{f' of {format_bytes(device)}' if device else ''}",
     ]
     facts += [
-        f"{find_metric(name).label} {format_metric(name, value)}"
+        f"{format_metric(name, value)} {find_metric(name).label}"
         for name, value, _ in _more_numbers(summary)
+        if not name.startswith("energy")
     ]
     return " · ".join(filter(None, facts))
 
@@ -228,7 +235,8 @@ def _evidence_of(page: str, step: StepBreakdown, summary: Summary) -> dict[str, 
         rank = summary.verdict.numbers["straggler_rank"]
         return {RANK_KEY: None if rank is None else int(rank), STEP_KEY: None}
     shown: dict[str, Value] = {STEP_KEY: step.closest_step, RANK_KEY: step.rank}
-    owner = next(iter(summary.exposed.owners), None) if summary.exposed else None
+    is_wait = summary.verdict.of_speed.limit in OF_WAITS
+    owner = next(iter(summary.exposed.owners), None) if is_wait and summary.exposed else None
     if owner is not None and owner.fqn is not None:
         shown[UNIT_KEY] = format_unit(owner.fqn)
     return shown
@@ -284,8 +292,7 @@ def _show_key_numbers(summary: Summary) -> None:
         (name, format_metric(name, value), detail) for name, value, detail in _more_numbers(summary)
     ]
     origin = f"Typical step of rank {summary.median_rank}. " if times else ""
-    quantiles = "Below: p10 to p90; each is the step time of a step."
-    origins = {"step_time_ns": f"{origin}{summary.left_out.sentence} {quantiles}"}
+    origins = {"step_time_ns": f"{origin}{summary.left_out.sentence} Below: p10 to p90."}
     in_trace = summary.is_kernel_trace
     show_tiles(
         [
@@ -324,9 +331,8 @@ def _show_step(run: Run) -> None:
         if part.duration_ns
     )
     note = (
-        f"Typical step of rank {breakdown.rank}: the mean over "
-        f"{plural(len(breakdown.steps), 'step')}. The "
-        "parts add up. Hatching marks exposed waits. "
+        f"Typical step of rank {breakdown.rank}: the {describe_typical(summary)}. The parts "
+        "add up. Hatching marks exposed waits. "
         + wording.describe_provenance(
             summary.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
         )

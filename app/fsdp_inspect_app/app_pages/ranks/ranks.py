@@ -477,9 +477,7 @@ def _show_skews(ranks: Ranks) -> None:
             skews, key="skews-table", alt="Skew and transfer, one row for each kind of collective"
         )
         show_note(
-            plain(
-                f"Skew: {find_metric('skew_ns').definition}. Medians over the sampled collectives."
-            )
+            plain(f"Skew: {find_metric('skew_ns').definition}; median and p90. Transfer: mean.")
         )
 
 

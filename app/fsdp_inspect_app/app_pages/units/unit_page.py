@@ -206,7 +206,7 @@ def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], summary
         )
     with right:
         show_chart_card(
-            "Collective durations",
+            "Median duration of collectives",
             draw_spreads(history),
             frame_spreads(history, fits),
             key="unit-spreads",

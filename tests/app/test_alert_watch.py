@@ -1,17 +1,19 @@
-"""The server sends alerts to a webhook or a command, and the page Live shows them."""
+"""A server or a recording sends alerts to a webhook or a command, and the page Live shows them."""
 
 import json
+import os
 import shlex
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from fsdp_inspect_app import alerting
-from fsdp_inspect_app.alerting import AlertWatch, send
 
-from fsdp_inspect.analysis.live.alerts import Alert, AlertRule
-from fsdp_inspect.server_access import ALERTS_VARIABLE, AlertTarget
+from fsdp_inspect import alert_watch
+from fsdp_inspect.alert_rules import ALERTS_VARIABLE, AlertRule, AlertTarget
+from fsdp_inspect.alert_watch import AlertWatch, send
+from fsdp_inspect.analysis.live.alerts import Alert
+from fsdp_inspect.recording.launcher import parse_arguments
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.trace.run import RunStatus
 from tests.analysis.live.test_feed import write_steps
@@ -84,21 +86,20 @@ def test_an_alert_that_cannot_be_sent_says_why(target, problem):
 
 
 def test_the_options_of_the_command_reach_the_server(monkeypatch, tmp_path):
-    import msgspec
-
-    asked = AlertTarget("https://example.org/hook", ("memory=90%",))
-    monkeypatch.setenv(ALERTS_VARIABLE, msgspec.json.encode(asked).decode())
+    asked = AlertTarget.read("https://example.org/hook", ["memory=90%"])
+    assert asked is not None
+    monkeypatch.setenv(ALERTS_VARIABLE, asked.encode())
     watch = AlertWatch()
-    monkeypatch.setattr(alerting, "WATCH", watch)
+    monkeypatch.setattr(alert_watch, "WATCH", watch)
     monkeypatch.setattr(watch, "_watch", lambda: None)
-    alerting.start_from_environment(tmp_path)
+    alert_watch.start_from_environment(tmp_path)
     assert (watch.folder, watch.target) == (tmp_path, "https://example.org/hook")
     assert [str(rule) for rule in watch.rules] == ["memory=90%"]
 
 
 def test_the_page_turns_alerts_on_and_shows_them(open_app, stalled, monkeypatch):
     watch = AlertWatch()
-    monkeypatch.setattr(alerting, "WATCH", watch)
+    monkeypatch.setattr(alert_watch, "WATCH", watch)
     monkeypatch.setattr(watch, "_watch", lambda: None)
     app = open_app(stalled, "live", run="now")
     app.checkbox(key="alert stall").check()
@@ -112,3 +113,33 @@ def test_the_page_turns_alerts_on_and_shows_them(open_app, stalled, monkeypatch)
     watch.look()
     app.run()
     assert "Alert: No step ends any more." in read(app)
+
+
+@pytest.mark.parametrize(
+    ("target", "rules", "problem"),
+    [
+        (None, ["stall"], "No target of alerts is given"),
+        ("mail", ["mist"], "Invalid alert: 'mist'"),
+        ("mail", ["memory=95"], "Invalid limit of the alert"),
+    ],
+)
+def test_invalid_alerts_of_a_recording_are_refused(target, rules, problem, capsys):
+    options = [] if target is None else ["--alert", target]
+    options += [word for rule in rules for word in ("--alert-if", rule)]
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments([*options, __file__])
+    assert problem in capsys.readouterr().err
+
+
+def test_a_run_that_ended_before_the_first_look_is_reported_once(stalled, webhook):
+    """Its folder is new, and another run of the folder is older than the recording."""
+    url, got = webhook
+    create_run(stalled / "old", make_manifest(run_id="old"))
+    write_steps(stalled / "old", 0, run_id="old", ago_s=10).close(RunStatus.FAILED)
+    os.utime(stalled / "old", (1.0, 1.0))
+    create_run(stalled / "new", make_manifest(run_id="new"))
+    write_steps(stalled / "new", 0, run_id="new", ago_s=10).close(RunStatus.FAILED)
+    watch = AlertWatch(stalled, (AlertRule("stall"),), url, since_unix_s=2.0)
+    watch.look_again()
+    watch.look_again()
+    assert sorted(each["run"] for each in got) == ["new", "now"]

@@ -1,13 +1,20 @@
 """Watch the runs that are being recorded, and send alerts to a webhook or a command.
 
-One thread of the server watches; it starts with `fsdp-inspect app --alert`, or when a page asks for
-alerts. A command comes from the command line only, because a page may be open to other users.
+In the dashboard, one thread of the server watches; it starts with `fsdp-inspect app --alert`, or
+when a page asks for alerts. A command comes from the command line only, because a page may be open
+to other users.
+
+With `fsdp-inspect record --alert`, rank 0 starts `python -m fsdp_inspect.alert_watch FOLDER PID`, a
+process with a low priority. It reads the files that the ranks write, so no rank waits for it,
+and it ends after the process PID.
 """
 
 import json
 import os
 import shlex
+import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -17,16 +24,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
-from fsdp_inspect.analysis.live.alerts import RULES, Alert, AlertRule, RunAlerts
+from fsdp_inspect.alert_rules import ALERTS_VARIABLE, AlertRule, AlertTarget
+from fsdp_inspect.analysis.live.alerts import Alert, RunAlerts
 from fsdp_inspect.analysis.live.monitor import Monitor, choose_ranks
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.result_types import RunStatus
-from fsdp_inspect.server_access import ALERTS_VARIABLE, AlertTarget
 from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.run import RunStatus
 
 LOOK_EVERY_S = 5.0
 _LIST_EVERY_S = 30.0
@@ -34,6 +39,11 @@ _LIST_EVERY_S = 30.0
 _MOST_FOLLOWED = 20
 """The newest runs that are looked at."""
 _MOST_KEPT = 50
+_NICE = 10
+_FOLLOW_EVERY_S = 0.5
+"""The interval in which the process of a recording looks whether the recording has ended."""
+_CLOCK_S = 2.0
+"""The most by which times of files differ from the clock of this process."""
 _SEND_S = 15.0
 """The time limit for a webhook or a command."""
 
@@ -55,15 +65,19 @@ class _Followed:
 
 @dataclass
 class AlertWatch:
-    """The alerts of one server."""
+    """The alerts of one server, or of one recording."""
 
     folder: Path | None = None
     rules: tuple[AlertRule, ...] = ()
     target: str = ""
     """An http(s) URL, a command, or empty: alerts are shown on the page Live only."""
+    since_unix_s: float = 0.0
+    """Runs whose folder has not changed since then are left out. A run that ended since then is
+    looked at once; 0: only runs that are being recorded."""
     sent: deque[SentAlert] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
     """The last alerts, the newest first."""
     _followed: dict[Path, _Followed] = field(default_factory=dict)
+    _ended: set[Path] = field(default_factory=set)
     _listed_s: float = -_LIST_EVERY_S
     _thread: threading.Thread | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -84,6 +98,12 @@ class AlertWatch:
                 self.look()
             time.sleep(LOOK_EVERY_S)
 
+    def look_again(self) -> None:
+        """Look for new runs, too, however short the time since the last search is."""
+        self._listed_s = -_LIST_EVERY_S
+        with suppress(FsdpInspectError, OSError):  # the folder does not exist yet
+            self.look()
+
     def look(self) -> None:
         """Look at each run once, and send its new alerts."""
         with self._lock:
@@ -100,8 +120,12 @@ class AlertWatch:
         for entry in list_runs(self.folder)[:_MOST_FOLLOWED]:
             path = Path(entry.path)
             with suppress(FsdpInspectError, OSError):
+                if path.stat().st_mtime < self.since_unix_s:
+                    continue
                 run = open_run(path)
-                if path not in self._followed and run.status is RunStatus.RUNNING and run.ranks:
+                is_new = bool(self.since_unix_s) and path not in self._ended
+                is_live = run.status is RunStatus.RUNNING
+                if path not in self._followed and (is_live or is_new) and run.ranks:
                     attempt = max(record.attempt for record in run.ranks)
                     monitor = Monitor(path, attempt, choose_ranks(run, None))
                     self._followed[path] = _Followed(monitor, RunAlerts(self.rules))
@@ -115,6 +139,7 @@ class AlertWatch:
             return []  # it is being written, or removed
         if run.status is not RunStatus.RUNNING:
             del self._followed[path]
+            self._ended.add(path)
         return alerts
 
 
@@ -127,9 +152,8 @@ def start_from_environment(folder: Path | None) -> None:
     text = os.environ.pop(ALERTS_VARIABLE, None)
     if text is None or folder is None:
         return
-    asked = msgspec.json.decode(text, type=AlertTarget)
-    rules = [AlertRule.parse(rule) for rule in asked.rules or RULES]
-    WATCH.start(folder, rules, asked.target)
+    asked = AlertTarget.decode(text)
+    WATCH.start(folder, asked.rules, asked.target)
 
 
 def send(alert: Alert, target: str) -> str:
@@ -166,3 +190,28 @@ def send(alert: Alert, target: str) -> str:
 def is_webhook(target: str) -> bool:
     """Whether a target is the address of a webhook."""
     return is_url(target) and target.startswith(("http://", "https://"))
+
+
+def main() -> None:
+    """Watch the runs of a folder until the process that records one has ended."""
+    folder, pid = Path(sys.argv[1]), int(sys.argv[2])
+    asked = AlertTarget.decode(os.environ.pop(ALERTS_VARIABLE))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole job: its end is an alert, too
+    os.nice(_NICE)
+    watch = AlertWatch(folder, asked.rules, asked.target, time.time() - _CLOCK_S)
+    is_over = False
+    while not is_over:
+        end_s = time.monotonic() + LOOK_EVERY_S
+        while not is_over and time.monotonic() < end_s:
+            time.sleep(_FOLLOW_EVERY_S)
+            is_over = os.getppid() != pid
+        watch.look_again()
+        while watch.sent:
+            problem = watch.sent.pop().problem
+            if problem:
+                print(f"fsdp_inspect: {problem}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
