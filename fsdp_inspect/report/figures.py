@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from fsdp_inspect.analysis.breakdown_causes import BreakdownCauses
+from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.rank_waits import RankWaits
 from fsdp_inspect.analysis.step_times import StepTimes
@@ -28,6 +29,7 @@ from fsdp_inspect.report.charts.lines import Box, Line, Lines
 from fsdp_inspect.report.charts.results import (
     draw_alive,
     draw_breakdown,
+    draw_kernels,
     draw_owners,
     draw_ranks,
     draw_step_times,
@@ -51,7 +53,7 @@ def draw(result: object) -> go.Figure:
     """
     raise MissingDataError(
         f"{type(result).__name__} has no figure. Expected a summary, breakdown, exposed, units, "
-        "memory, ranks or step times. Use to_pandas() or to_dict() to draw it yourself."
+        "memory, kernels, ranks or step times. Use to_pandas() or to_dict() to draw it yourself."
     )
 
 
@@ -80,6 +82,11 @@ def _(result: RankWaits) -> go.Figure:
 @draw.register
 def _(result: UnitCosts) -> go.Figure:
     return plot_chart(draw_units(result.units, measure="exposed"))
+
+
+@draw.register
+def _(result: Kernels) -> go.Figure:
+    return plot_chart(draw_kernels(result))
 
 
 @draw.register

@@ -54,6 +54,8 @@ EXPOSED_OTHER = Look(
 HOST_BOUND = Look("host-bound", "#6E747B", _WHITE, hatched=True)
 EXPOSED = Look("exposed", "#76889A", _BLACK, hatched=True)
 """Waits for collectives of several kinds together."""
+PHASE_LOOKS = {look.label: look for look in (FORWARD, BACKWARD, OPTIMIZER, DATA)}
+"""Looks of the phases of a step, by name."""
 NEUTRAL = Look("", EXPOSED.colour, EXPOSED.ink)
 """Data without a kind of time or a category of memory."""
 SHOWN = "var(--ink)"

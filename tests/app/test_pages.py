@@ -14,11 +14,13 @@ from fsdp_inspect import Run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, format_ratio
+from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.store.reader import open_run
 from tests.app.conftest import HOSTILE_UNIT
 from tests.app.synthetic import make_run, write_run
 from tests.cases import mark_slow
+from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 SAMPLE_IDS = sorted(
@@ -337,6 +339,23 @@ def test_units_shows_one_row_a_unit_with_the_digests_numbers(shown, runs_folder)
     app = shown("units", "whole")
     frame = app.dataframe[0].value
     assert frame["exposed (ms)"].tolist() == [unit.exposed_ns / 1e6 for unit in digest.units]
+
+
+def test_units_shows_the_kernels_of_profiled_steps(open_app, tmp_path):
+    trace = TraceWriter()
+    fsdp2_step(trace)
+    import_traces(trace.write(tmp_path / "trace.json"), tmp_path / "runs" / "traced")
+    kernels = open_run(tmp_path / "runs" / "traced").kernels(0)
+    assert kernels is not None
+    every = open_app(tmp_path / "runs", "units", run="traced")
+    assert any(chart["alt"].startswith("Kernels by unit") for chart in charts_of(every))
+    one = open_app(tmp_path / "runs", "units", run="traced", unit="layers.0")
+    tables = [table.value for table in (*every.dataframe, *one.dataframe) if "kind" in table.value]
+    kinds, groups, own = tables
+    assert set(own["unit"]) == {"layers.0"}
+    assert groups["time (ms)"].sum() == pytest.approx(kinds["time (ms)"].sum())
+    of_unit = groups[groups["unit"] == "layers.0"]
+    assert own["time (ms)"].tolist() == of_unit["time (ms)"].tolist()
 
 
 def test_units_shows_one_unit_in_detail_and_links_to_it(open_app, runs_folder):

@@ -1,9 +1,10 @@
 """Draw the main results of a run. Nothing is computed here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fsdp_inspect.analysis.breakdown import DimensionTime, StepBreakdown
 from fsdp_inspect.analysis.exposed import ExposedOwner
+from fsdp_inspect.analysis.kernels import KernelCost, Kernels
 from fsdp_inspect.analysis.memory.peak import MemoryOfStep, PeakMoment
 from fsdp_inspect.analysis.scalars import ScalarSeries
 from fsdp_inspect.analysis.step_times import StepTimes
@@ -26,6 +27,7 @@ from fsdp_inspect.report.charts.lines import Line, Lines, draw_lines, shade
 from fsdp_inspect.report.palette import NEUTRAL, Look
 from fsdp_inspect.trace.codes import StepPart
 
+NO_UNIT_NAME = "(no unit)"
 _LABELLED_RATIO = 0.05
 _ROOM_FOR_WARMUP = 1.25
 _PARTS = {part.label: part for part in StepPart}
@@ -108,6 +110,47 @@ def draw_ranks(ranks: Sequence[RankRow]) -> Chart:
         ]
         rows.append(Row(f"rank {rank.rank}", stack(parts), format_ns(rank.step_time_ns)))
     return draw_bars(rows, MetricUnit.NS, legend=legend)
+
+
+def draw_kernels(kernels: Kernels) -> Chart | None:
+    """The kernels of a profiled step as a flame: units, below each the phases, then the kinds."""
+    levels: dict[str, list[tuple[Look, float, str, str]]] = {"unit": [], "phase": [], "kind": []}
+    of_units = _grouped(kernels.groups, lambda cost: name_place(cost.fqn))
+    for unit, of_unit in of_units.items():
+        levels["unit"].append(_flame_bar(NEUTRAL, (unit,), of_unit))
+        for phase, of_phase in _grouped(of_unit, lambda cost: cost.phase).items():
+            look = palette.PHASE_LOOKS.get(phase, palette.OTHER)
+            levels["phase"].append(_flame_bar(look, (unit, phase), of_phase))
+            for cost in of_phase:
+                levels["kind"].append(_flame_bar(look, (unit, phase, cost.kind), [cost]))
+    return draw_bars(
+        [Row(level, stack(parts)) for level, parts in levels.items()],
+        MetricUnit.NS,
+        legend=dict.fromkeys((look, look.label) for look, *_ in levels["phase"]),
+        style="chart-thick",
+    )
+
+
+def name_place(fqn: str | None) -> str:
+    """The name of a unit; for None, the text for no unit."""
+    return NO_UNIT_NAME if fqn is None else format_unit(fqn)
+
+
+def _grouped(
+    costs: Sequence[KernelCost], name: Callable[[KernelCost], str]
+) -> dict[str, list[KernelCost]]:
+    """The costs by a name, in the order of their first one."""
+    found: dict[str, list[KernelCost]] = {}
+    for cost in costs:
+        found.setdefault(name(cost), []).append(cost)
+    return found
+
+
+def _flame_bar(
+    look: Look, path: tuple[str, ...], costs: Sequence[KernelCost]
+) -> tuple[Look, float, str, str]:
+    time_ns = sum(cost.time_ns for cost in costs)
+    return look, time_ns, f"{', '.join(path)}: {format_ns(time_ns)} per step", path[-1]
 
 
 def draw_step_times(times: StepTimes) -> Chart | None:

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from fsdp_inspect.formatting import format_bytes, format_category, format_unit
+from fsdp_inspect.formatting import format_bytes, format_category
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, stack
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_lines, shade
+from fsdp_inspect.report.charts.results import name_place
 from fsdp_inspect.report.palette import NEUTRAL
 from fsdp_inspect.result_types import (
     AllocatorUse,
@@ -28,12 +29,6 @@ from fsdp_inspect.result_types import (
 from fsdp_inspect_app import wording
 from fsdp_inspect_app.tables import mib, ms
 
-_PHASE_LOOKS = {
-    "forward": palette.FORWARD,
-    "backward": palette.BACKWARD,
-    "optimizer": palette.OPTIMIZER,
-    "data": palette.DATA,
-}
 _NAMED_RATIO = 0.06
 _INSTANT_RATIO = 0.002
 _MOST, _END = NEUTRAL.colour, palette.SHOWN
@@ -181,7 +176,7 @@ def _phases(phases: Sequence[PlaceSpan]) -> Iterator[Box]:
     whole_ns = max((phase.end_ns for phase in phases), default=0)
     wide = [phase for phase in phases if phase.end_ns - phase.start_ns > _NAMED_RATIO * whole_ns]
     for phase in wide:
-        look = _PHASE_LOOKS.get(phase.name or "")
+        look = palette.PHASE_LOOKS.get(phase.name or "")
         if look is not None:
             yield Box(phase.start_ns, phase.end_ns, look.label, is_edge=True)
 
@@ -255,14 +250,8 @@ def draw_allocator(use: AllocatorUse, device_bytes: int | None) -> Chart:
 
 # --- Build tables of memory, in MiB.
 
-NO_UNIT_NAME = "(no unit)"
 
 _TIME = "since the first reading (ms)"
-
-
-def name_place(fqn: str | None) -> str:
-    """The name of a unit; for None, the text for no unit."""
-    return NO_UNIT_NAME if fqn is None else format_unit(fqn)
 
 
 def frame_step_memory(memory: StepMemory) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
-from fsdp_inspect.report.charts.results import draw_alive
+from fsdp_inspect.report.charts.results import draw_alive, name_place
 from fsdp_inspect.report.wording import format_metric
 from fsdp_inspect.result_types import (
     LiveInstant,
@@ -36,7 +36,6 @@ from fsdp_inspect_app.app_pages.memory.charts import (
     draw_step_memory,
     frame_allocator,
     frame_step_memory,
-    name_place,
 )
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (

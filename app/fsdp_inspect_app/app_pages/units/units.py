@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import streamlit as st
 
 from fsdp_inspect import Run
+from fsdp_inspect.errors import ImportingError, MissingDataError
 from fsdp_inspect.formatting import MISSING, format_unit
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.charts.results import UNIT_MEASURES, draw_units
+from fsdp_inspect.report.charts.results import UNIT_MEASURES, draw_kernels, draw_units
 from fsdp_inspect.result_types import RunEntry, Summary, UnitCost, UnitCosts
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.app_pages.units.unit_page import show_unit
@@ -18,6 +19,7 @@ from fsdp_inspect_app.cards import (
     show_csv_button,
     show_explore_button,
     show_headline,
+    show_table,
 )
 from fsdp_inspect_app.drawn_chart import show_chart
 from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
@@ -42,12 +44,14 @@ def show_page(entry: RunEntry, run: Run) -> None:
     unit = _pick_unit(summary.units)
     if unit is not None:
         show_unit(run, unit, answer)
+        _show_kernels(run, unit)
         return
     owners = summary.exposed.owners if summary.exposed is not None else ()
     with answer:
         show_headline(wording.describe_largest_waits(summary, owners))
     _show_bars(run, summary)
     _show_table(summary)
+    _show_kernels(run)
 
 
 def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
@@ -118,6 +122,41 @@ def _show_table(summary: Summary) -> None:
     for row, column in state["selection"]["cells"]:
         if column == _UNIT_COLUMN and row < len(summary.units):
             open_unit(summary.units[row].fqn)
+
+
+def _show_kernels(run: Run, unit: UnitCost | None = None) -> None:
+    """Show the kernels of profiled steps, or those of one unit; nothing without them."""
+    try:
+        kernels = run.kernels()
+    except MissingDataError:
+        return
+    except ImportingError as error:
+        st.warning(wording.plain(str(error)), icon=":material/warning:")
+        return
+    what = "Kernels" if kernels.on_device else "Operators"
+    steps = f"{len(kernels.steps)} profiled steps of rank {kernels.rank}"
+    note = (
+        f"Mean of {steps}, under the profiler. Of {what.lower()} that run at once, the first one "
+        "counts; communication also counts while compute runs."
+    )
+    if unit is not None:
+        own = [cost for cost in kernels.groups if cost.fqn == unit.fqn]
+        with show_card(f"{what} of the unit", key="unit-kernels", note=note):
+            show_table(frame_of(type(kernels).TABLE, own), key="kernels", alt=f"{what} of the unit")
+        return
+    title = f"{what} by unit, phase and kind"
+    chart = draw_kernels(kernels)
+    with show_card(title, key="units-kernels", note=note) as header:
+        with header:
+            show_explore_button(chart, key="kernels", title=title)
+        show_chart(
+            chart,
+            key="kernels",
+            alt=f"{title}: units above, phases below them, then kinds; the table has the numbers",
+        )
+        show_table(frame_of(type(kernels).KINDS, kernels.kinds), key="kinds", alt=f"{what} by kind")
+    with st.expander(f"{title}, as a table"):
+        show_table(frame_of(type(kernels).TABLE, kernels.groups), key="groups", alt=title)
 
 
 entry = entry_or_stop()
