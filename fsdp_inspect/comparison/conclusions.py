@@ -44,9 +44,9 @@ from fsdp_inspect.formatting import (
 from fsdp_inspect.metrics import find_metric
 
 _SHARE_OF_A_REASON = 0.25
+"""A part explains a change if it makes up at least this fraction of it."""
 _AS_FAST = 0.5
 """From this fraction of saved step time on, a difference is a factor: 2 times as fast."""
-"""A part explains a change if it makes up at least this fraction of it."""
 _MOST_SETTINGS = 4
 _MOST_PARTS = 4
 _IN_UNITS = {
@@ -208,12 +208,12 @@ def _phrase_step_time(
 
 
 def _phrase_speed(change: float) -> str:
-    """`is 14.9% faster than`, `is 12.9 times as fast as`: the change of the step time."""
+    """`takes 14.9% less time than`, `is 12.9 times as fast as`: the change of the step time."""
     if change >= 1:
         return f"takes {format_times(1 + change, ' times')} as long as"
     if -1 < change <= -_AS_FAST:
         return f"is {format_times(1 / (1 + change), ' times')} as fast as"
-    return f"is {format_ratio(abs(change))} {'slower' if change > 0 else 'faster'} than"
+    return f"takes {format_ratio(abs(change))} {'more' if change > 0 else 'less'} time than"
 
 
 def _phrase_why_unknown(evidence: ConclusionEvidence, judged: Judgement, other: int) -> str:

@@ -79,7 +79,7 @@ def test_five_runs_a_side_are_tested():
     [conclusion] = compare_runs(before, after).conclusions
     assert conclusion.verdict is NoiseVerdict.DIFFERENT
     assert conclusion.sentence == (
-        "B is 4.9% slower than A. The step takes 107 ns instead of 102 ns (95% interval "
+        "B takes 4.9% more time than A. The step takes 107 ns instead of 102 ns (95% interval "
         "+2.0% to +7.8%, p = 0.0079)."
     )
 
@@ -344,8 +344,8 @@ def test_a_setting_is_named_on_the_slower_side_if_it_can_lengthen_the_longer_par
     ("change", "phrase"),
     [
         (-0.922, "is 12.8 times as fast as"),
-        (-0.149, "is 14.9% faster than"),
-        (0.2, "is 20% slower than"),
+        (-0.149, "takes 14.9% less time than"),
+        (0.2, "takes 20% more time than"),
         (3.27, "takes 4.27 times as long as"),
     ],
 )
