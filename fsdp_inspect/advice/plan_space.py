@@ -84,6 +84,10 @@ class Choice:
 _SETTINGS = tuple(each.name for each in fields(Choice))
 
 
+def _say_merged(*names: str) -> str:
+    return f"make one unit of {', '.join(names)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """The recorded plan, and other ways to make units of its modules."""
@@ -109,6 +113,8 @@ class Space:
     """Shape of each parameter, by name."""
     _plans: dict[Choice, Plan] = field(default_factory=dict)
     """The plans of choices without a prefetch, which other choices share."""
+    _phrases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The phrases of a grouping with merged units."""
 
     def can_prefetch(self, choice: Choice) -> bool:
         """Whether gathers can run in parallel with compute under a choice."""
@@ -133,8 +139,12 @@ class Space:
             return None  # one unit is inside the other
         if set(self.find_risks(merged)) - set(self.find_risks(self.plan)):
             return None
-        words = f"merge {format_unit(first)} with {format_unit(second)}"
-        name = words if grouping is None else f"{grouping}, {words}"
+        earlier = () if grouping is None else self._phrases.get(grouping, (grouping,))
+        parts = format_unit(first), format_unit(second)
+        replaced = {_say_merged(part) for part in parts}
+        phrases = (*(each for each in earlier if each not in replaced), _say_merged(*parts))
+        name = ", ".join(phrases)
+        self._phrases[name] = phrases
         self.groupings[name] = merged
         self.rules[name] = "R2" if grouping is None else self.rules[grouping]
         return name
