@@ -775,15 +775,18 @@ class _Case:
         A rank in a collective may itself wait for one that is not. The collective need not be
         recorded: a barrier of a framework is not.
         """
-        kinds = {rank: self._states[rank].activity for rank in ranks}
-        if any(activity is None for activity in kinds.values()):
+        if any(self._states[rank].activity is None for rank in ranks):
             return ranks
-        own = tuple(
+        return self._in_other_code(ranks) or ranks
+
+    def _in_other_code(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The ranks whose stacks show them outside collectives."""
+        seen = {rank: self._states[rank].activity for rank in sorted(ranks)}
+        return tuple(
             rank
-            for rank, activity in kinds.items()
+            for rank, activity in seen.items()
             if activity is not None and activity.kind is not ActivityKind.COLLECTIVE
         )
-        return own or ranks
 
     def _unknown_of(self, wait: Wait) -> Unknown | None:
         if wait.unknown:
@@ -810,6 +813,17 @@ class _Case:
             )
         if wait.absent:
             return self._circle()
+        away = self._in_other_code(set(wait.members).difference(wait.waiting))
+        if away:
+            return self._make(
+                Status.PROBLEM,
+                ProblemClass.RANK_LATE,
+                ranks=away,
+                is_certain=False,
+                **_position(wait.issued),
+                location=self._location_of(away[0]),
+                wait=wait,
+            )
         silent = tuple(rank for rank in wait.waiting if self._does_not_answer(rank))
         race = None if silent else self._find_race(wait.communicator)
         problem = ProblemClass.RANK_LATE if silent else ProblemClass.TRANSPORT_STUCK

@@ -182,6 +182,7 @@ class Discovery:
                 named = name_models([model, *others])
                 model = Models(dict(zip(named, [model, *others], strict=True)))
             self.recorder = self._record(model)
+            self.recorder.join_forward()  # torch has read the model's own `forward` already
             self._watch_for_another(model)
         except FsdpInspectError as error:
             self._refuse(str(error))

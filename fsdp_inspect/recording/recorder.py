@@ -312,6 +312,12 @@ class Recorder:
         if self._attachment is not None and not self._closed:
             self._attachment.session.problem(sentence)
 
+    def join_forward(self) -> None:
+        """Begin step 0 in a training forward that runs already, before the hooks see a call."""
+        if self._attachment is not None and not self._closed:
+            session = self._attachment.session
+            session.enter_forward(session.clock.mark(), grad_enabled=True)
+
     def detach(self) -> None:
         """Remove every hook and finish the run's files; the model is as before."""
         self._finish(None, show=False)

@@ -22,7 +22,7 @@ from fsdp_inspect.comparison.gate.limits import TIME_METRICS
 from fsdp_inspect.comparison.increases import AllocatingLine, Increase
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import SettingDifference
-from fsdp_inspect.formatting import format_bytes, format_category, format_ns, plural
+from fsdp_inspect.formatting import format_bytes, format_category, format_ns, plural, show_controls
 from fsdp_inspect.report.layout import dim, new_table, section
 from fsdp_inspect.report.wording import format_method
 from fsdp_inspect.trace.live_memory import RESTING
@@ -311,7 +311,7 @@ def _growth_lines(
 
 def _escape(text: str) -> str:
     """Escape text, so that Markdown and HTML show it without markup, links or formulas."""
-    one_line = " ".join(text.split())
+    one_line = show_controls(" ".join(text.split()))
     for character in "\\`*_{}[]|<>#&~$!":
         one_line = one_line.replace(character, f"\\{character}")
     # GitHub turns plain addresses into links.
@@ -335,7 +335,8 @@ def render_annotations(results: Iterable[CheckResult]) -> str:
 
 def _encode(text: str) -> str:
     """Encode the data of a GitHub workflow command."""
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    encoded = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return show_controls(encoded)
 
 
 # --- JUnit

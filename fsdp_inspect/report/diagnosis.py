@@ -296,9 +296,9 @@ def _late(found: Diagnosis) -> str:
         idle = _longest_idle(found)
         return f"No rank has issued a collective for {idle}.{_common(found)}{then}"
     who = capitalize(format_ranks(found.ranks))
-    if found.ranks and not found.wait.absent:
+    if found.ranks and not found.wait.absent and found.ranks[0] in found.wait.waiting:
         return f"{_all_wait(found, found.wait)}. {who} {_silent(found, found.ranks)}"
-    if not found.ranks or not {*found.ranks} <= {*found.wait.absent}:
+    if not found.ranks or (found.wait.absent and not {*found.ranks} <= {*found.wait.absent}):
         return _circle(found)
     what = describe_issued(found.wait.issued, found.unit_names)
     first = found.state_of(found.ranks[0]) if found.ranks else None

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import capitalize, format_ranks, plural
-from fsdp_inspect.store.schema import TableT
+from fsdp_inspect.store.schema import EVENTS, TableFile, TableT
 from fsdp_inspect.store.streams import StreamContents
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 
@@ -64,11 +64,14 @@ def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> l
     return notes
 
 
-def note_no_events(rank: int, num_steps: int) -> str:
-    """Note that the table of a rank that completed steps was deleted."""
+def note_deleted(record: RankRecord, file: TableFile[TableT]) -> str | None:
+    """Note that a table that the rank recorded is not in its folder; None: it recorded none."""
+    if file.name not in record.tables and not (file is EVENTS and record.num_steps):
+        return None
     return (
-        f"Rank {rank} has no table of events, and completed {plural(num_steps, 'step')}. Times "
-        "that need it are missing or 0. Copy events.parquet into its folder again."
+        f"Rank {record.rank} recorded a table of {file.name} that is not in its folder. Numbers "
+        f"that need it are missing, 0 or of the other ranks. Copy {file.compacted_name} into the "
+        "folder again."
     )
 
 

@@ -27,10 +27,10 @@ from fsdp_inspect.store.files import LocalFiles, RunFiles, file_label, is_url, o
 from fsdp_inspect.store.folder import folder_name, is_alive, last_sign_unix_ns, list_runs
 from fsdp_inspect.store.live_tables import ReaderCache, StreamTail
 from fsdp_inspect.store.notes import (
+    note_deleted,
     note_ends,
     note_losses,
     note_missing,
-    note_no_events,
     note_numerics,
     note_step_counts,
     note_stream,
@@ -575,8 +575,8 @@ class StoredRun:
         state = self._state_of(rank, file)
         record = self._records[rank]
         is_there = any(changed for _, changed in state)
-        if file is EVENTS and not is_there and record is not None and record.num_steps:
-            self._found[note_no_events(rank, record.num_steps)] = None
+        if record is not None and not is_there and (note := note_deleted(record, file)):
+            self._found[note] = None
         asked = self.path, state
         whole, part = (*asked, None), (*asked, None if steps is None else frozenset(steps))
         table: TableT | None = self._reuse.kept.find(whole, part)

@@ -418,7 +418,11 @@ class RankWriter:
 
     def _record_to_write(self) -> RankRecord:
         with self._record_lock:
-            fields = {"flushed_unix_ns": time.time_ns(), "dropped": self._all_dropped()}
+            fields = {
+                "flushed_unix_ns": time.time_ns(),
+                "dropped": self._all_dropped(),
+                "tables": [name for name, stream in self._streams.items() if stream.num_bytes],
+            }
             return self._record.model_copy(update=fields)
 
     def _all_dropped(self) -> dict[str, int]:

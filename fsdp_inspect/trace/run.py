@@ -643,6 +643,8 @@ class RankRecord(Record):
     dropped: dict[str, Amount] = Field(default_factory=dict)
     """The number of rows that the recorder dropped, by table: invalid rows, and rows that it could
     not write because of a disk fault."""
+    tables: list[str] = Field(default_factory=list)
+    """The tables with rows at the last write of this file; empty: an earlier version wrote it."""
     problems: list[str] = Field(default_factory=list)
     """Problems during the recording, one message for each."""
     scalar_names: list[str] = Field(default_factory=list)

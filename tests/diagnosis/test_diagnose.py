@@ -144,6 +144,21 @@ def test_all_ranks_in_one_collective_is_the_transport() -> None:
     assert (found.problem, found.ranks) == (ProblemClass.TRANSPORT_STUCK, ())
 
 
+def test_a_rank_in_its_own_code_with_more_collectives_than_the_waiting_ones_is_late() -> None:
+    """Inside `Join`, the ranks issue different numbers of collectives."""
+    boxes = {rank: make_box([*DONE, Call(3, has_finished=False)], RANKS, HUNG) for rank in (1, 2)}
+    boxes[0] = make_box([*DONE, Call(3), Call(4)], RANKS, HUNG)
+
+    found = diagnose(run_of(boxes, dumps={0: dump_at("time.sleep(60)")}))
+
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_LATE, (0,))
+    assert not found.is_certain
+    assert describe_diagnosis(found).sentence.startswith(
+        "Probably: Rank 0 never reached the all-gather of unit 3 in forward of step 0. It has been "
+    )
+    assert diagnose(run_of(boxes)).problem is ProblemClass.TRANSPORT_STUCK
+
+
 def behind(rank: int, header: Header = HUNG) -> BlackBox:
     """Rank 1 has not seen the end of the third collective; the others wait in the fourth."""
     calls = [*DONE, Call(3, has_finished=False)]

@@ -18,6 +18,7 @@ from torch.nn.modules import module as torch_module
 from fsdp_inspect import Recorder
 from fsdp_inspect.recording.discovery import NO_GRADIENTS, NOT_SHARDED, RECORDS_ITSELF, Discovery
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.sharders import DDP, FSDP1
 from tests.cases import mark_slow
@@ -234,7 +235,7 @@ def test_a_wrapped_model_is_found_and_recorded(
     launched: Launched, wrap: Callable[[nn.Module], nn.Module], sharder: str
 ) -> None:
     model = wrap(nn.Linear(4, 1))
-    train(model)
+    train(model, steps=3)
     launched.discovery.finish(None)
 
     assert launched.models == [model]
@@ -242,6 +243,9 @@ def test_a_wrapped_model_is_found_and_recorded(
     run = open_run(launched.folder)
     assert (run.manifest.sharder, run.manifest.name) == (sharder, "Linear")
     assert run.ranks[0].problems == []
+    assert run.ranks[0].num_steps == 3, "the first forward runs when the recorder is attached"
+    events = run.events(0)
+    assert set(events.step[events.kind == EventKind.FORWARD]) == {0, 1, 2}
 
 
 def test_a_model_that_never_trains_is_told_when_a_recording_begins(launched: Launched) -> None:

@@ -16,7 +16,7 @@ from fsdp_inspect.report.check import (
 from tests.report.terminal_text import text_of
 
 MS = 1_000_000
-HOSTILE = "<b>|a|</b> `x` [y](http://evil.example) &lt; $z$ 100%\n::error::no\x1b[31m"
+HOSTILE = "<b>|a|</b> `x` [y](http://evil.example) &lt; $z$ 100%\n::error::no\x1b[31m\u202e"
 
 MEMORY = CheckResult(
     outcome=CheckOutcome.REGRESSION,
@@ -106,6 +106,7 @@ def test_names_command_nothing_in_markdown() -> None:
     assert "http://" not in text
     assert "&lt;" not in text.replace("\\&lt;", "")
     assert not any(line.startswith("::") for line in text.splitlines())
+    assert not {"\x1b", "\u202e"} & {*text}
     assert all(line.count("|") - line.count("\\|") in (0, 6, 7) for line in text.splitlines())
 
 
@@ -113,13 +114,16 @@ def test_names_command_nothing_in_annotations() -> None:
     text = render_annotations([replace(MEMORY, name=HOSTILE)])
 
     assert len(text.splitlines()) == 1
-    assert "100%25%0A::error::no" in text
+    assert "100%25%0A::error::no␛[31m" in text
+    assert "\u202e" not in text
 
 
 def test_junit_is_xml_with_the_names_as_they_are() -> None:
     suite = ElementTree.fromstring(render_junit([replace(MEMORY, name=HOSTILE)]))[0]
 
-    assert suite.get("name") == HOSTILE.replace("\n", " ").replace("\x1b", " ")
+    assert suite.get("name") == HOSTILE.replace("\n", " ").replace("\x1b", " ").replace(
+        "\u202e", " "
+    )
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "1", "0")
 
 

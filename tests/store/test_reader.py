@@ -264,13 +264,27 @@ def test_missing_rank_is_named_and_asking_for_it_says_what_to_do(tmp_path: Path)
     assert set(run.summary().rank.tolist()) == {1}
 
 
-def test_a_deleted_table_of_events_is_noted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compact", [False, True], ids=["live", "compacted"])
+@pytest.mark.parametrize("table", ["events", "memory", "scalars"])
+def test_a_deleted_table_is_noted(tmp_path: Path, table: str, compact: bool) -> None:
+    write_run(tmp_path, compact=compact)
+    suffix = "parquet" if compact else "arrows"
+    (rank_folder(tmp_path, 0, 1) / f"{table}.{suffix}").unlink()
+    run = open_run(tmp_path)
+    assert len(getattr(run, table)(0))
+    assert len(run.devices(1)) == 0, "this rank recorded no samples of the device"
+    assert not run.notes
+    assert not len(getattr(run, table)(1))
+    assert f"Rank 1 recorded a table of {table} that is not in its folder." in "".join(run.notes)
+
+
+def test_a_deleted_table_of_events_of_an_earlier_version_is_noted(tmp_path: Path) -> None:
     write_run(tmp_path)
-    rewrite_record(tmp_path, 1, num_steps=3)
+    rewrite_record(tmp_path, 1, num_steps=3, tables=[])
     (rank_folder(tmp_path, 0, 1) / "events.parquet").unlink()
     run = open_run(tmp_path)
     assert not len(run.events(1))
-    assert any("Rank 1 has no table of events, and completed 3 steps." in n for n in run.notes)
+    assert "Rank 1 recorded a table of events that is not in its folder." in "".join(run.notes)
 
 
 def test_emulated_run_lacks_no_ranks(tmp_path: Path) -> None:

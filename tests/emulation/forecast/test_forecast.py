@@ -172,11 +172,11 @@ def test_the_columns_are_those_of_every_memory_table(tmp_path: Path) -> None:
     assert isinstance(open_run(path).memory(0), MemoryTable)
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_builder_that_exits_is_an_error(tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit(3), GeneratorExit("end")], ids=repr)
+def test_a_builder_that_exits_is_an_error(tmp_path: Path, error: BaseException) -> None:
     def exiting() -> ForecastTarget:
-        raise SystemExit(code)
+        raise error
 
-    with pytest.raises(ForecastError, match=f"SystemExit: {code}"):
+    with pytest.raises(ForecastError, match=f"{type(error).__name__}: {error}"):
         forecast_memory(exiting, tmp_path / "run", world_size=2)
     assert not (tmp_path / "run").exists()
