@@ -372,6 +372,7 @@ class _UnitCounter:
         self._gathers = gathers.where(~is_unneeded)
         self._reshards = _reshards(unit, self._gathers)
         self._is_recorded = manifest.source != "imported"
+        self._scatters_to_one = (0, 0) < manifest.torch_release < (2, 11)
 
     def count(self) -> UnitCount:
         needed, is_kept = self._find_needed_gathers()
@@ -457,7 +458,9 @@ class _UnitCounter:
         unit, observed = self._unit, self._observed
         scatters = kind == EventKind.REDUCE_SCATTER
         # torch 2.13 also all-reduces in a group of one replica, but scatters nothing to one rank.
-        communicates = self._shard > 1 if scatters else unit.replicate_group >= 0
+        # Before 2.11, it scatters to one rank, too.
+        is_shared = self._shard > 1 or self._scatters_to_one
+        communicates = is_shared if scatters else unit.replicate_group >= 0
         message = unit.reduce_bytes if scatters else unit.reduce_bytes // max(self._shard, 1)
         rule = "one per backward pass, in the microbatches that synchronise gradients"
         by_step = Counter[int]()

@@ -303,6 +303,15 @@ def test_one_rank_alone_communicates_nothing_and_is_consistent():
     assert check.units[0].all_gather.rule == "none: one rank holds the whole unit"
 
 
+@pytest.mark.parametrize(("torch_version", "is_consistent"), [("2.9.1", True), ("2.13.0", False)])
+def test_torch_before_2_11_reduces_to_one_rank(torch_version, is_consistent):
+    builder = RunBuilder(units=BLOCKS, world_size=1, versions={"torch": torch_version})
+    everything = [(unit, phase) for unit in BLOCKS for phase in Phase]
+    for step in range(2):
+        train(builder.rank(0), step, without=everything)
+    assert check_plan(builder.build()).is_consistent is is_consistent
+
+
 def test_a_declared_prefetch_that_never_happens_is_a_contradiction():
     plan = {
         "units": [{"modules": [unit]} for unit in BLOCKS],
