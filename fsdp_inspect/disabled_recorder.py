@@ -55,4 +55,4 @@ class DisabledRecorder:
     def log(self, *args: Any, **values: Any) -> None:
         """Do nothing."""
 
-    detail = note = detach = close = log
+    detail = note = detach = close = join_forward = log
