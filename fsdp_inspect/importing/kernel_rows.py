@@ -88,6 +88,12 @@ class OperatorWork:
     knows_bytes: NDArray[np.bool_]
     """Kernels of operators whose bytes are known; one of them has all bytes of its operator."""
 
+    @classmethod
+    def unknown(cls, count: int) -> "OperatorWork":
+        """The work of spans whose operators have no shapes."""
+        nothing = np.zeros(count, dtype=np.int64)
+        return cls(nothing, nothing, nothing > 0)
+
 
 def find_work(trace: KinetoTrace, kernels: EventColumns) -> OperatorWork:
     """The operations and bytes of each kernel. Those of an operator belong to its longest one."""
@@ -148,6 +154,7 @@ def sum_kernels(
     rows: list[dict[str, Int64Array]] = []
     for part, gap_ns in zip(parts, gaps, strict=True):
         duration_ns = part.end_ns - part.start_ns
+        work = part.work or OperatorWork.unknown(len(duration_ns))
         kind, name = table.describe(part)
         phase = part.phase.astype(np.int64)
         keys = {"unit": part.unit, "phase": phase, "kind": kind, "name": name}
@@ -164,8 +171,8 @@ def sum_kernels(
                 "sum_ns": duration_ns[inside],
                 "gap_ns": gap_ns[inside],
                 "time_ns": zero,
-                "flops": zero if part.work is None else part.work.flops[inside],
-                "moved_bytes": zero if part.work is None else part.work.moved_bytes[inside],
+                "flops": work.flops[inside],
+                "moved_bytes": work.moved_bytes[inside],
                 "moved_ns": zero,
                 "fusable_ns": _fusable(part, kind)[inside],
             }
@@ -178,9 +185,7 @@ def sum_kernels(
                 "step": step,
                 **dict.fromkeys(KERNEL_SUMS, nothing),
                 "time_ns": time_ns,
-                "moved_ns": nothing
-                if part.work is None
-                else np.where(part.work.knows_bytes[chosen], time_ns, 0),
+                "moved_ns": np.where(work.knows_bytes[chosen], time_ns, 0),
             }
         )
     summed = _summed(

@@ -30,6 +30,8 @@ _SOURCES = {".sqlite": "nsight:NsightExport", ".jsonl": "titan_log:TitanLog"}
 """The module and the class that convert a file, by suffix."""
 SUFFIXES = (*JSON_SUFFIXES, *_SOURCES)
 _ROCPROF, _ROCPROF_START = "rocprof:RocprofJson", b'{"rocprofiler-sdk-tool"'
+_HEAD_BYTES = 4096
+"""What is searched for the first key of a file."""
 _BLOCK_EVENTS = 4096
 _OPERATORS = ("aten::", "c10d::", "nccl:", "fsdp::", "autograd::", "record_param_comms")
 _ARGUMENTS = re.compile(r", (?:seq|op_id|sizes|input_op_ids) = .*", re.DOTALL)
@@ -65,10 +67,9 @@ class TraceSource(Protocol):
 def source_of(path: Path) -> TraceSource | None:
     """The source of a file; None: it is JSON of torch.profiler."""
     source = _SOURCES.get(path.suffix.lower(), "")
-    if path.name.endswith(JSON_SUFFIXES) and b"".join(peek(path).split()).startswith(
-        _ROCPROF_START
-    ):
-        source = _ROCPROF
+    if path.name.endswith(JSON_SUFFIXES):
+        start = b"".join(peek(path)[:_HEAD_BYTES].split())
+        source = _ROCPROF if start.startswith(_ROCPROF_START) else source
     module, _, name = source.partition(":")
     if not module:
         return None

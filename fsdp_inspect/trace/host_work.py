@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from fsdp_inspect.formatting import find_spans
 from fsdp_inspect.trace.codes import NO_UNIT, Phase
 from fsdp_inspect.trace.records import Amount, Index, Record
 
@@ -112,10 +113,5 @@ def parse_cores(text: str) -> frozenset[int]:
 
 def write_cores(numbers: Iterable[int]) -> str:
     """Numbers as Linux writes them: `0-3,8`."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in parts)
+    spans = find_spans(numbers)
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans)

@@ -351,7 +351,7 @@ def test_units_shows_the_kernels_of_profiled_steps(open_app, tmp_path):
     assert any(chart["alt"].startswith("Kernels by unit") for chart in charts_of(every))
     one = open_app(tmp_path / "runs", "units", run="traced", unit="layers.0")
     tables = [table.value for table in (*every.dataframe, *one.dataframe) if "kind" in table.value]
-    kinds, groups, own = tables
+    groups, kinds, own = tables
     assert set(own["unit"]) == {"layers.0"}
     assert groups["time (ms)"].sum() == pytest.approx(kinds["time (ms)"].sum())
     of_unit = groups[groups["unit"] == "layers.0"]

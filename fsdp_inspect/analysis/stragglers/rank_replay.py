@@ -130,7 +130,7 @@ class Replay:
 
     def typical_of(self, others: Sequence[int]) -> int:
         """Return the rank with the median total work among these ranks."""
-        by_work = sorted(sorted(others), key=lambda rank: self._programs[rank].work_ns)
+        by_work = sorted(others, key=lambda rank: (self._programs[rank].work_ns, rank))
         return by_work[(len(by_work) - 1) // 2]
 
     def _keys(self, program: Program, rank: int) -> list[int]:

@@ -126,7 +126,7 @@ def draw_kernels(kernels: Kernels) -> Chart | None:
     return draw_bars(
         [Row(level, stack(parts)) for level, parts in levels.items()],
         MetricUnit.NS,
-        legend=dict.fromkeys((look, look.label) for look, *_ in levels["phase"]),
+        legend=[(look, look.label) for look, *_ in levels["phase"]],
         style="chart-thick",
     )
 

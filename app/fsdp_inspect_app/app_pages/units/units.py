@@ -16,6 +16,7 @@ from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     column_formats,
     show_card,
+    show_chart_card,
     show_csv_button,
     show_explore_button,
     show_headline,
@@ -145,18 +146,16 @@ def _show_kernels(run: Run, unit: UnitCost | None = None) -> None:
             show_table(frame_of(type(kernels).TABLE, own), key="kernels", alt=f"{what} of the unit")
         return
     title = f"{what} by unit, phase and kind"
-    chart = draw_kernels(kernels)
-    with show_card(title, key="units-kernels", note=note) as header:
-        with header:
-            show_explore_button(chart, key="kernels", title=title)
-        show_chart(
-            chart,
-            key="kernels",
-            alt=f"{title}: units above, phases below them, then kinds; the table has the numbers",
-        )
+    show_chart_card(
+        title,
+        draw_kernels(kernels),
+        frame_of(type(kernels).TABLE, kernels.groups),
+        key="kernels",
+        alt=f"{title}: units above, phases below them, then kinds; the table has the numbers",
+        note=note,
+    )
+    with show_card(f"{what} by kind", key="kernel-kinds", note=note):
         show_table(frame_of(type(kernels).KINDS, kernels.kinds), key="kinds", alt=f"{what} by kind")
-    with st.expander(f"{title}, as a table"):
-        show_table(frame_of(type(kernels).TABLE, kernels.groups), key="groups", alt=title)
 
 
 entry = entry_or_stop()
