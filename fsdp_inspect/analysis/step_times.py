@@ -1,13 +1,17 @@
 """Measure step time: the typical step, and its spread over the timed steps."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.step_selection import (
+    RankSteps,
     TypicalSteps,
     select_steps,
     steps_by_rank,
@@ -17,9 +21,20 @@ from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_c
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import Distribution
 from fsdp_inspect.store.reduction.timed_steps import StepSelection
-from fsdp_inspect.trace.codes import EventKind, Statistic, StepPart
+from fsdp_inspect.trace.codes import EventKind, Statistic, StepFlag, StepPart
+from fsdp_inspect.trace.host_work import COLLECTION, COMPILATION
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.tables import StatisticsTable
+from fsdp_inspect.trace.tables import StatisticsTable, rows_of
+
+_RARE_KINDS = {
+    EventKind.GARBAGE_COLLECTION: COLLECTION,
+    EventKind.COMPILATION: COMPILATION,
+}
+RARE_PARTS = (*_RARE_KINDS.values(), "evaluation or checkpoint")
+"""What a chart over steps marks and can hide. Evaluations and checkpoints before a step do not
+count as its time, but the step after them may be slower."""
+_LEAST_RATIO = 0.01
+"""Collections and compilations that take a smaller part of a step are no reason to hide it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +58,8 @@ class StepPoint:
     exposed_ns: int | None
     is_timed: bool
     """Whether the step is timed; False for warm-up, memory and plain steps."""
+    contains: tuple[str, ...] = ()
+    """What is in few steps: of `RARE_PARTS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +90,30 @@ class StepTimes(TableResult):
                 "False for warm-up, memory, numerics and plain steps.",
                 label="timed",
             ),
+            text_column(
+                "contains",
+                "garbage collection or compilation of at least 1% of the step, evaluation or "
+                "checkpoint before it",
+                lambda point: ", ".join(point.contains),
+                label="with",
+            ),
         ),
     )
 
     def rows(self) -> Sequence[StepPoint]:
         """Every finished step, by step."""
         return self.over_steps
+
+    @property
+    def rare_parts(self) -> tuple[str, ...]:
+        """What some of the steps contain, of `RARE_PARTS`."""
+        found = {part for point in self.over_steps for part in point.contains}
+        return tuple(part for part in RARE_PARTS if part in found)
+
+    def without(self, parts: Collection[str]) -> "StepTimes":
+        """The same without the steps that contain one of these parts, for a chart over steps."""
+        kept = (point for point in self.over_steps if not set(parts) & {*point.contains})
+        return replace(self, over_steps=tuple(kept))
 
 
 def measure_step_times(run: RunSource) -> StepTimes:
@@ -124,7 +159,7 @@ def _over_steps(
     run: RunSource, selection: StepSelection, rank: int | None
 ) -> tuple[StepPoint, ...]:
     """Return the steps of a rank. Without a rank, return those of the first rank that has any."""
-    kinds = (EventKind.STEP, StepPart.COMMUNICATION)
+    kinds = (EventKind.STEP, StepPart.COMMUNICATION, *_RARE_KINDS)
     rows = run.summary(ranks=None if rank is None else [rank], kinds=kinds)
     chosen, plain = islice(steps_by_rank(rows), 1), {*selection.plain}
     return tuple(
@@ -134,10 +169,21 @@ def _over_steps(
             communication_ns=None if step in plain else int(member.communication_ns[position]),
             exposed_ns=None if step in plain else int(member.exposed_ns[position]),
             is_timed=int(step) in selection.timed,
+            contains=tuple(part for part, steps in rare.items() if steps[position]),
         )
         for member in chosen
+        for rare in (_find_rare(member),)
         for position, step in enumerate(member.steps)
     )
+
+
+def _find_rare(member: RankSteps) -> dict[str, NDArray[np.bool_]]:
+    """Whether each step of a rank contains each of `RARE_PARTS`."""
+    steps = rows_of(member.rows, kinds=[EventKind.STEP])
+    between = steps.step[(steps.flags & StepFlag.HAS_BETWEEN) != 0]
+    least_ns = _LEAST_RATIO * member.step_time_ns
+    large = (member.per_step(kind) > least_ns for kind in _RARE_KINDS)
+    return dict(zip(RARE_PARTS, (*large, np.isin(member.steps, between)), strict=True))
 
 
 # --- Measure how much communication hides behind compute, on each rank.

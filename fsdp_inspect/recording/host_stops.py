@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -26,7 +26,7 @@ from fsdp_inspect.recording.devices import find_cores
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.torch_api.compilations import read_compilations
 from fsdp_inspect.recording.torch_api.overrides import unseen
-from fsdp_inspect.trace.codes import NO_UNIT, Phase
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase, Stream
 from fsdp_inspect.trace.host_work import (
     BOOLEAN_MASK,
     COLLECTION,
@@ -84,6 +84,12 @@ class Counting(Protocol):
         """The innermost unit on the host's stack."""
         ...
 
+    def add(
+        self, kind: int, start: Any, end: Any, step: int | None = None, *, stream: int | None = None
+    ) -> None:
+        """Add one event row."""
+        ...
+
     def fail(self, error: BaseException) -> None:
         """End the recording because of an error of its own."""
         ...
@@ -113,8 +119,10 @@ class StopCounter:
         """Counted steps with many reads, and counted steps in which reads are watched."""
         self._last_compilation: Any = None
         self._pid = os.getpid()
-        self._batches: deque[BatchWork] = deque(maxlen=MOST_BATCHES)
-        self._batch: BatchWork | None = None
+        self._batches: deque[_Batch] = deque(maxlen=MOST_BATCHES)
+        self._batch: _Batch | None = None
+        self._first_unit: int | None = None
+        """The unit that receives the batch of the step that runs."""
 
     def attach(self, patches: Patches, *, wraps: bool) -> None:
         """Count from now on. Under torch.compile, `wraps` is False: its code has no such calls."""
@@ -201,12 +209,24 @@ class StopCounter:
         if os.getpid() == self._pid and self._session.active:
             self._add(COLLECTION, duration_ns, frame)
 
-    def note_inputs(self, args: Any, kwargs: Any) -> None:
-        """Add the inputs of a forward of the whole model to the batch of the step."""
+    def note_inputs(self, args: Any, kwargs: Any, unit: int = NO_UNIT) -> None:
+        """Add the inputs of a forward to the batch of the step, if the model begins with it.
+
+        Without a unit around all others, each of them is the outermost one. Only the unit that ran
+        first in the step receives the batch.
+
+        Args:
+            args: Positional arguments of the forward.
+            kwargs: Keyword arguments.
+            unit: The outermost unit; -1: the whole model.
+        """
         session = self._session
-        if session.detail and torch.is_grad_enabled() and not session.in_backward:
+        if not session.detail or self._first_unit not in {None, unit}:
+            return
+        if torch.is_grad_enabled() and not session.in_backward:
             found = _measure_inputs(session.step, args, kwargs)
             if found is not None:
+                self._first_unit = unit
                 self._batch = _joined(self._batch, found)
 
     def end_step(self, *, counts: bool) -> None:
@@ -214,7 +234,7 @@ class StopCounter:
         self._note_compilations()
         found, self._now = self._now, {}
         calls, self._calls = self._calls, 0
-        batch, self._batch = self._batch, None
+        batch, self._batch, self._first_unit = self._batch, None, None
         if batch is not None and batch.step == self._session.step - 1:
             self._batches.append(batch)
         if not counts:
@@ -236,6 +256,7 @@ class StopCounter:
             total[2] += 1
 
     def _note_compilations(self) -> None:
+        session = self._session
         new, self._last_compilation = read_compilations(self._last_compilation)
         for each in new:
             number = -1 - len(self._names)
@@ -246,6 +267,13 @@ class StopCounter:
             counts[0] += 1
             counts[1] += each.duration_ns
             self._reasons[key] = each.reason
+            if each.end_ns > each.start_ns > 0:
+                # torch has the wall time. The events have the monotonic clock.
+                shift_ns = session.clock.host_now() - time.time_ns()
+                start_ns, end_ns = each.start_ns + shift_ns, each.end_ns + shift_ns
+                session.add(
+                    EventKind.COMPILATION, start_ns, end_ns, session.step - 1, stream=Stream.HOST
+                )
 
     def describe(self) -> HostActivity:
         """What was counted so far."""
@@ -271,7 +299,10 @@ class StopCounter:
             num_read_steps=self._num_read_steps,
             stops=sorted(stops, key=lambda stop: -stop.duration_ns),
             sees_reads=self._sees_reads,
-            batches=list(self._batches),
+            batches=[
+                BatchWork(step=step, size=size, is_tokens=is_tokens, used=used, longest=longest)
+                for step, size, is_tokens, used, longest in self._batches
+            ],
             num_threads=torch.get_num_threads(),
             num_cores=len(parse_cores(places.cores)),
             cores=places.cores,
@@ -320,8 +351,18 @@ def _is_boolean(tensor: torch.Tensor) -> bool:
 _MASKS = ("attention_mask", "padding_mask", "mask")
 
 
+class _Batch(NamedTuple):
+    """The fields of a `BatchWork`, which costs too much in a step."""
+
+    step: int
+    size: int
+    is_tokens: bool
+    used: int | None
+    longest: int
+
+
 @unseen
-def _measure_inputs(step: int, args: Any, kwargs: Any) -> BatchWork | None:
+def _measure_inputs(step: int, args: Any, kwargs: Any) -> _Batch | None:
     """The size of the first tensor; None: the model receives none."""
     given = {**{str(place): each for place, each in enumerate(args)}, **kwargs}
     if len(given) == 1 and isinstance(only := next(iter(given.values())), dict):
@@ -338,23 +379,23 @@ def _measure_inputs(step: int, args: Any, kwargs: Any) -> BatchWork | None:
     if mask is not None and type(mask) is torch.Tensor and mask.device.type == "cpu":
         is_plain = mask.shape == first.shape and not mask.is_floating_point()
         used = int(mask.detach().ne(0).sum()) if is_plain else None
-    return BatchWork(
-        step=step,
-        size=first.numel() if is_tokens else first.shape[0],
-        is_tokens=is_tokens,
-        used=used,
-        longest=first.shape[1] if is_tokens and first.dim() > 1 else 0,
+    return _Batch(
+        step,
+        first.numel() if is_tokens else first.shape[0],
+        is_tokens,
+        used,
+        first.shape[1] if is_tokens and first.dim() > 1 else 0,
     )
 
 
-def _joined(batch: BatchWork | None, other: BatchWork) -> BatchWork:
+def _joined(batch: _Batch | None, other: _Batch) -> _Batch:
     if batch is None or batch.step != other.step:
         return other
     is_known = batch.used is not None and other.used is not None
-    return other.model_copy(
-        update={
-            "size": batch.size + other.size,
-            "used": (batch.used or 0) + (other.used or 0) if is_known else None,
-            "longest": max(batch.longest, other.longest),
-        }
+    return _Batch(
+        other.step,
+        batch.size + other.size,
+        other.is_tokens,
+        (batch.used or 0) + (other.used or 0) if is_known else None,
+        max(batch.longest, other.longest),
     )

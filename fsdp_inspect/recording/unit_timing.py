@@ -325,7 +325,7 @@ class UnitTimer:
             if checks is not None and not (session.open_units or checks.is_over):
                 checks.note_inputs(args, kwargs)
             if session.stops is not None and not session.open_units:
-                session.stops.note_inputs(args, kwargs)
+                session.stops.note_inputs(args, kwargs, self.index)
         if session.watches_memory:
             self._memory.inputs(args, kwargs)
 

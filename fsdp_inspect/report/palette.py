@@ -52,6 +52,8 @@ EXPOSED_OTHER = Look(
     "exposed other collective", OTHER_COLLECTIVE.colour, OTHER_COLLECTIVE.ink, hatched=True
 )
 HOST_BOUND = Look("host-bound", "#6E747B", _WHITE, hatched=True)
+HOST_STOP = Look("collection or compilation", "#6E747B", _WHITE)
+"""Python collects garbage or compiles, and overlaps the other kinds."""
 EXPOSED = Look("exposed", "#76889A", _BLACK, hatched=True)
 """Waits for collectives of several kinds together."""
 PHASE_LOOKS = {look.label: look for look in (FORWARD, BACKWARD, OPTIMIZER, DATA)}

@@ -58,6 +58,8 @@ class EventKind(NamedCode):
     GARBAGE_COLLECTION = 50
     """Python collected garbage, in any thread, and every other thread waited. Overlaps the events
     around it."""
+    COMPILATION = 51
+    """torch.compile compiled a function. Overlaps the events around it."""
 
 
 COLLECTIVES = frozenset(

@@ -1,5 +1,7 @@
-from fsdp_inspect.analysis.step_times import StepPoint, measure_step_times
+from fsdp_inspect.analysis.step_times import RARE_PARTS, StepPoint, measure_step_times
+from fsdp_inspect.report.charts.results import draw_step_times
 from fsdp_inspect.statistics import Distribution
+from fsdp_inspect.trace.codes import EventKind
 from tests.builders import RunBuilder, steady_run
 
 
@@ -40,6 +42,36 @@ def test_the_line_over_steps_shows_warmup_and_memory_steps_as_not_timed():
 def test_a_point_carries_what_that_step_cost():
     point = measure_step_times(steady_run()).over_steps[0]
     assert point == StepPoint(0, 1000, communication_ns=500, exposed_ns=250, is_timed=False)
+
+
+def test_steps_with_a_collection_a_compilation_or_an_evaluation_are_marked_and_can_be_hidden():
+    builder = RunBuilder(world_size=1)
+    rank = builder.rank(0)
+    for step in range(5):
+        start = 1000 * step
+        rank.step(step, start, start + 1000)
+        rank.add(EventKind.GARBAGE_COLLECTION, start, start + (200 if step == 1 else 5))
+        if step in {1, 2}:
+            rank.add(EventKind.COMPILATION, start + 300, start + 500)
+        if step == 4:
+            rank.add(EventKind.BETWEEN_STEPS, start, start + 400)
+    times = measure_step_times(builder.build())
+    assert {point.step: point.contains for point in times.over_steps if point.contains} == {
+        1: ("garbage collection", "compilation"),
+        2: ("compilation",),
+        4: ("evaluation or checkpoint",),
+    }
+    assert times.rare_parts == RARE_PARTS
+    assert [each["contains"] for each in times.to_pandas().to_dict("records")][:2] == [
+        "",
+        "garbage collection, compilation",
+    ]
+    drawn = draw_step_times(times)
+    assert drawn is not None
+    assert all(f"{part}" in str(drawn) for part in RARE_PARTS)
+    kept = times.without(["compilation"])
+    assert [point.step for point in kept.over_steps] == [0, 3, 4]
+    assert kept.rare_parts == ("evaluation or checkpoint",)
 
 
 def test_a_run_of_warmup_only_has_steps_but_no_step_time():

@@ -11,6 +11,7 @@ from fsdp_inspect.report import palette
 from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.tables import EventTable
 from tests.app.synthetic import make_run
+from tests.builders import RunBuilder
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,21 @@ def test_each_rank_has_issues_clock_collectives_and_memory_in_that_order(timelin
         Track.MEMORY,
     )
     assert lanes == [(rank, track, 0) for rank in (0, 1) for track in tracks]
+
+
+def test_collections_and_compilations_have_a_lane_below_the_clock():
+    builder = RunBuilder(world_size=1)
+    rank = builder.rank(0)
+    rank.step(0, 0, 1000)
+    rank.add(EventKind.GARBAGE_COLLECTION, 100, 200)
+    rank.add(EventKind.COMPILATION, 300, 700)
+    drawn = build_timeline(builder.build(), step=0, ranks=[0])
+    assert [lane.track for lane in drawn.lanes] == [Track.CLOCK, Track.HOST_STOP]
+    spans = spans_of(drawn, 0, Track.HOST_STOP, palette.HOST_STOP)
+    assert list(zip(spans.start_ns.tolist(), spans.end_ns.tolist(), strict=True)) == [
+        (100, 200),
+        (300, 700),
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

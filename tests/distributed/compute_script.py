@@ -185,13 +185,13 @@ class WithCollections(Loop):
 
 
 class WithTokens(Loop):
-    """Rank 0 gets twice the tokens of the other ranks."""
+    """Rank 0 gets twice the tokens of the other ranks; the root unit has no parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Embedding(100, WIDTH), *(Block() for _ in range(3)))
-        for block in self.model[1:]:
+        for block in self.model:
             fully_shard(block)
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters())

@@ -14,6 +14,7 @@ from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.report.text import render_kernels
 from fsdp_inspect.store.schema import PROFILE_REQUEST_FILE
+from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.host_work import BOOLEAN_MASK, COLLECTION, COMPILATION, PRINTED
 from tests.cases import mark_slow, wants_slow
 from tests.conftest import Torchrun
@@ -161,9 +162,27 @@ def test_a_compilation_names_the_guard(folder: Path) -> None:
     first = stops_of(folder, "compilations")[0]
     assert "factor == " in first.reason
     assert first.num_steps == 1
+    run = opened(folder, "compilations")
+    steps = {step.step: step for step in run.step_times().over_steps}
+    compiled = run.source.events(0, kinds=[EventKind.COMPILATION])
+    wholes = run.source.events(0, kinds=[EventKind.STEP])
+    within = {
+        step: (start, end)
+        for step, start, end in zip(
+            wholes.step.tolist(), wholes.start_ns, wholes.end_ns, strict=True
+        )
+    }
+    assert {0, 5} <= {*compiled.step.tolist()}
+    for step, start, end in zip(
+        compiled.step.tolist(), compiled.start_ns, compiled.end_ns, strict=True
+    ):
+        assert within[step][0] <= start < end <= within[step][1]
+    assert "compilation" in steps[5].contains
 
 
 def test_a_rank_with_twice_the_tokens_is_known(folder: Path) -> None:
+    batches = opened(folder, "tokens").ranks_recorded[0].host_work.batches
+    assert {(batch.size, batch.longest) for batch in batches} == {(2 * 2048, 2048)}
     uneven = measure_uneven_work(opened(folder, "tokens").source, 0)
     assert uneven is not None
     assert (uneven.ratio, uneven.word) == (2.0, "tokens")

@@ -26,6 +26,7 @@ MAX_READINGS = 8_000
 _FIRST_WIDTH_PX = 1600
 _TRACK_LABELS = {
     Track.ISSUE: "host issue",
+    Track.HOST_STOP: "collection, compilation",
     Track.ALL_GATHER: "all-gather",
     Track.REDUCE_SCATTER: "reduce-scatter",
     Track.ALL_REDUCE: "all-reduce",

@@ -5,6 +5,7 @@ The lanes of a rank, from the top:
 - marks at the times at which the host issued collectives
 - the compute stream (CPU: the main thread), split as `reduction.step_parts.split_step` splits the
   step; its hatched parts add up to the exposed communication of the step
+- garbage collections and compilations, which overlap the parts of the step
 - the collectives, each from its real start to its real end, in several rows if they overlap
 - the memory of the step, if it was sampled
 
@@ -63,11 +64,13 @@ class Track(NamedCode):
     ISSUE = 0
     """The marks of the issues of collectives."""
     CLOCK = 1
-    ALL_GATHER = 2
-    REDUCE_SCATTER = 3
-    ALL_REDUCE = 4
-    OTHER_COLLECTIVE = 5
-    MEMORY = 6
+    HOST_STOP = 2
+    """Garbage collections and compilations."""
+    ALL_GATHER = 3
+    REDUCE_SCATTER = 4
+    ALL_REDUCE = 5
+    OTHER_COLLECTIVE = 6
+    MEMORY = 7
     """The lane with a curve instead of spans."""
 
 
@@ -87,10 +90,12 @@ LOOKS: tuple[Look, ...] = (
     palette.REDUCE_SCATTER,
     palette.ALL_REDUCE,
     palette.OTHER_COLLECTIVE,
+    palette.HOST_STOP,
 )
 """The looks of spans; `Spans.look` is an index into it."""
 
 _TRACK_LOOKS = {
+    Track.HOST_STOP: palette.HOST_STOP,
     Track.ALL_GATHER: palette.ALL_GATHER,
     Track.REDUCE_SCATTER: palette.REDUCE_SCATTER,
     Track.ALL_REDUCE: palette.ALL_REDUCE,
@@ -101,6 +106,7 @@ _TRACK_LOOK_INDEX = np.array(
     dtype=np.int8,
 )
 """The index of each track's look in `LOOKS`; -1: the spans have their own looks."""
+_HOST_STOPS = (EventKind.GARBAGE_COLLECTION, EventKind.COMPILATION)
 _FSDP_TRACKS = {
     EventKind.ALL_GATHER: Track.ALL_GATHER,
     EventKind.REDUCE_SCATTER: Track.REDUCE_SCATTER,
@@ -330,7 +336,7 @@ class _Claims:
 def _collective_tracks(
     events: EventTable, track_of: NDArray[np.int8], dimensions: GroupDimensions | None
 ) -> Iterator[tuple[Track, str, NDArray[np.int64]]]:
-    """The tracks that have events, each with the indices of its events.
+    """The tracks below the clock that have events, each with the indices of its events.
 
     Collectives that FSDP did not issue have a track for each dimension of the mesh.
     """
@@ -362,8 +368,9 @@ def _collective_spans(
 
 
 def _track_of(events: EventTable) -> NDArray[np.int8]:
-    """The track of each event, if it is a collective; -1: none."""
+    """The track of each event, if it is a collective or a stop of the host; -1: none."""
     track = np.full(len(events), -1, dtype=np.int8)
+    track[is_any_of(events.kind, _HOST_STOPS)] = Track.HOST_STOP
     track[is_any_of(events.kind, COLLECTIVES)] = Track.OTHER_COLLECTIVE
     of_unit = events.unit != NO_UNIT
     for kind, own_track in _FSDP_TRACKS.items():

@@ -6,6 +6,7 @@ one job; before it come lines `{"progress": ...}`. Output of a builder goes to s
 process ends with its input.
 """
 
+import gc
 import json
 import os
 import sys
@@ -21,6 +22,9 @@ def main() -> None:
     """Answer jobs until the end of the input."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # Full collections visit all objects of torch and of the model: a twentieth of a large forecast.
+    # Young garbage is collected as usual, and all of it before the step that is tracked.
+    gc.set_threshold(*gc.get_threshold()[:2], 1_000_000)
     for line in sys.stdin:
         _answer(answers, _run(json.loads(line), answers))
 

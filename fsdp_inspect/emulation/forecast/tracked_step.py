@@ -8,6 +8,7 @@ of the global shape, and the optimizer creates its state.
 from __future__ import annotations
 
 import functools
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -138,6 +139,8 @@ def track_step(  # noqa: PLR0915 - one pass over one step
     try:
         for number in range(TRACKED_STEP + 1):
             report(f"step {number + 1} of {TRACKED_STEP + 1}")
+            if number == TRACKED_STEP:
+                gc.collect()  # garbage of the step before it does not count
             session.in_step = True
             session.open_step()
             memory_steps.begin()

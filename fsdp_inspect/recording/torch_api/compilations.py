@@ -4,6 +4,7 @@ import sys
 from typing import Any, NamedTuple
 
 _UTILS = "torch._dynamo.utils"
+_EDGES = ("start", "end")
 
 
 class Compilation(NamedTuple):
@@ -14,6 +15,9 @@ class Compilation(NamedTuple):
     duration_ns: int
     reason: str
     """The guard that failed; empty: the first compilation, or unknown."""
+    start_ns: int = 0
+    """Wall time, ns since 1970; 0: unknown."""
+    end_ns: int = 0
 
 
 def read_compilations(last: Any) -> tuple[list[Compilation], Any]:
@@ -39,4 +43,6 @@ def _describe(metrics: Any) -> Compilation:
     file, line = getattr(metrics, "co_filename", None), getattr(metrics, "co_firstlineno", None)
     seconds = getattr(metrics, "entire_frame_compile_time_s", None) or 0.0
     reason = str(getattr(metrics, "recompile_reason", None) or "")
-    return Compilation(f"{file}:{line}" if file else "", max(round(seconds * 1e9), 0), reason)
+    start, end = (1000 * (getattr(metrics, f"{edge}_time_us", None) or 0) for edge in _EDGES)
+    place = f"{file}:{line}" if file else ""
+    return Compilation(place, max(round(seconds * 1e9), 0), reason, start, end)

@@ -1,6 +1,7 @@
 """Draw the main results of a run. Nothing is computed here."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fsdp_inspect.analysis.breakdown import DimensionTime, StepBreakdown
 from fsdp_inspect.analysis.exposed import ExposedOwner
@@ -23,7 +24,7 @@ from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, stack
 from fsdp_inspect.report.charts.chart import Chart
-from fsdp_inspect.report.charts.lines import Line, Lines, draw_lines, shade
+from fsdp_inspect.report.charts.lines import Box, Line, Lines, draw_lines, shade
 from fsdp_inspect.report.palette import NEUTRAL, Look
 from fsdp_inspect.trace.codes import StepPart
 
@@ -172,11 +173,25 @@ def draw_step_times(times: StepTimes) -> Chart | None:
             boxes=[
                 *shade(times.selection.warmup, "warm-up"),
                 *shade(times.selection.memory, "memory step"),
+                *_mark_rare(times),
             ],
             level=(spread.typical, f"typical {format_ns(spread.typical)}") if spread else None,
             band=(spread.p10, spread.p90) if spread else None,
         )
     )
+
+
+def _mark_rare(times: StepTimes) -> list[Box]:
+    """The steps with a garbage collection, a compilation or work before them, in the strip."""
+    marked: dict[str, list[int]] = {}
+    for point in times.over_steps:
+        if point.contains:
+            marked.setdefault(", ".join(point.contains), []).append(point.step)
+    return [
+        replace(box, label=label, colour=palette.STRIPES[0])
+        for label, steps in marked.items()
+        for box in shade(steps, label)
+    ]
 
 
 def draw_scalar(series: ScalarSeries, warmup: Sequence[int]) -> Chart | None:

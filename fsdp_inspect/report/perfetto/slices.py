@@ -63,7 +63,7 @@ class RankTrack(NamedCode):
     ALL_REDUCE = 8
     OTHER_COLLECTIVES = 9
     MEMORY_COPIES = 10
-    GARBAGE_COLLECTION = 11
+    HOST_STOPS = 11
 
 
 TRACK_NAMES = {
@@ -78,7 +78,7 @@ TRACK_NAMES = {
     RankTrack.ALL_REDUCE: "all-reduce",
     RankTrack.OTHER_COLLECTIVES: "other collectives",
     RankTrack.MEMORY_COPIES: "memory copies by the device",
-    RankTrack.GARBAGE_COLLECTION: "garbage collection",
+    RankTrack.HOST_STOPS: "garbage collection, compilation",
 }
 
 NESTED_TRACKS = frozenset(
@@ -160,7 +160,8 @@ _KIND_TRACKS = {
     EventKind.DATA: RankTrack.DATA_AND_OPTIMIZER,
     EventKind.OPTIMIZER: RankTrack.DATA_AND_OPTIMIZER,
     EventKind.MEMORY_COPY: RankTrack.MEMORY_COPIES,
-    EventKind.GARBAGE_COLLECTION: RankTrack.GARBAGE_COLLECTION,
+    EventKind.GARBAGE_COLLECTION: RankTrack.HOST_STOPS,
+    EventKind.COMPILATION: RankTrack.HOST_STOPS,
 }
 _FSDP_TRACKS = {
     EventKind.ALL_GATHER: RankTrack.ALL_GATHER,

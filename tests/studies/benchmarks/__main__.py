@@ -54,6 +54,12 @@ def _budget(options: argparse.Namespace, folder: Path) -> list[Figure]:
     )
 
 
+def _stops(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.studies.benchmarks.stops import measure_stops
+
+    return measure_stops(folder, steps=options.stops_steps)
+
+
 def _accuracy(options: argparse.Namespace, folder: Path) -> list[Figure]:
     from tests.studies.benchmarks.accuracy import measure_accuracy
 
@@ -143,6 +149,7 @@ def _search(options: argparse.Namespace, folder: Path) -> list[Figure]:
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "overhead": _overhead,
     "budget": _budget,
+    "stops": _stops,
     "accuracy": _accuracy,
     "size": _size,
     "startup": _startup,
@@ -172,6 +179,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budgets", nargs="+", default=["1%", "3%"], metavar="BUDGET")
     _add_count(parser, "--budget-rounds", 12, "paired rounds of the budget benchmark")
     _add_count(parser, "--budget-steps", 500, "steps of one mode in one of these rounds", 100)
+    _add_count(parser, "--stops-steps", 300, "steps of each part of the stops benchmark")
     _add_count(parser, "--repeats", 1000, "pairs of the event benchmark")
     _add_count(parser, "--accuracy-steps", 20, "profiled steps of the accuracy benchmark")
     _add_count(parser, "--size-steps", 120, "steps of the longer run of the size benchmark", 6)

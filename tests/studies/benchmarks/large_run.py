@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 from fsdp_inspect.formatting import format_bytes
 from fsdp_inspect.store.compacted import write_compacted
 from fsdp_inspect.store.compaction import compact_rank, write_run_summary
+from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.records import encode_record, replace_file
 from fsdp_inspect.store.schema import EVENTS, MEMORY, RANK_FILE, SCALARS, TableFile, TableT
+from fsdp_inspect.store.summary_files import read_rank_summary, write_rank_summary
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, MemoryPoint, Phase, Stream
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.run import (
@@ -87,7 +89,7 @@ def write_large_run(folder: Path, shape: Shape, *, processes: int | None = None)
     workers = processes or len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         list(pool.map(write, range(shape.num_ranks), chunksize=4))
-    write_run_summary(folder)
+    sum_up(folder)
     return folder
 
 
@@ -100,7 +102,7 @@ def write_part(whole: Path, folder: Path, shape: Shape) -> Path:
         for table in source.glob("*.parquet"):
             os.link(table, target / table.name)
         write_record(folder, shape, rank)
-    write_run_summary(folder)
+    sum_up(folder)
     return folder
 
 
@@ -118,8 +120,14 @@ def write_repeated_run(folder: Path, shape: Shape, *, distinct: int) -> Path:
         _write_rank(folder, shape, rank)
     for rank in range(few, shape.num_ranks):
         repeat_rank(folder, shape, rank, rank % few)
-    write_run_summary(folder)
+    sum_up(folder)
     return folder
+
+
+def sum_up(folder: Path) -> None:
+    """Write the summary of the run, as the last rank of a recording does."""
+    if not write_run_summary(folder):
+        raise RuntimeError(f"The summary of {str(folder)!r} was not written: a rank lacks its own.")
 
 
 def make_manifest(shape: Shape, run_id: str = "") -> RunManifest:
@@ -250,12 +258,18 @@ def write_rank(
 def repeat_rank(
     folder: Path, shape: Shape, rank: int, source: int, *, clock_of: int | None = None
 ) -> None:
-    """Write a rank with the linked tables and the linked summary of another rank."""
+    """Write a rank with the linked tables of another rank, and with its own summary of them."""
     target = rank_folder(folder, 0, rank)
     target.mkdir(exist_ok=True)
     write_record(folder, shape, rank, clock_of=clock_of)
-    for table in rank_folder(folder, 0, source).glob("*.parquet"):
-        os.link(table, target / table.name)
+    for file in (EVENTS, MEMORY, SCALARS):
+        name = file.compacted_name
+        if (table := rank_folder(folder, 0, source) / name).exists():
+            os.link(table, target / name)
+    rows = read_rank_summary(LocalFiles(folder), (0, source))
+    if rows is None:
+        raise RuntimeError(f"Rank {source} in {str(folder)!r} has no summary to repeat.")
+    write_rank_summary(target, replace(rows, rank=np.full_like(rows.rank, rank)))
 
 
 def _write_table(target: Path, file: TableFile[TableT], table: TableT) -> None:

@@ -19,7 +19,6 @@ from fsdp_inspect.simulation.recorded import Execution, simulate_step
 from fsdp_inspect.simulation.recorded_memory import measure_memory_work
 from fsdp_inspect.simulation.simulate import predicted_events
 from fsdp_inspect.simulation.workload import Op, Piece, UnitWork, Workload, passes_of, tape_of
-from fsdp_inspect.store.compaction import write_run_summary
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.trace.codes import MemoryPoint, Method, Source
 from fsdp_inspect.trace.plan import Plan
@@ -30,6 +29,7 @@ from tests.studies.benchmarks.large_run import (
     make_manifest,
     make_memory,
     repeat_rank,
+    sum_up,
     write_rank,
 )
 
@@ -72,7 +72,7 @@ def write_simulated_run(folder: Path, shape: Shape) -> Path:
     write_rank(folder, shape, 0, events, _make_memory(workload, manifest, events, shape))
     for rank in range(1, shape.num_ranks):
         repeat_rank(folder, shape, rank, 0, clock_of=0)
-    write_run_summary(folder)
+    sum_up(folder)
     return folder
 
 

@@ -446,6 +446,14 @@ def _show_owner(owner: ExposedOwner) -> None:
 def _show_step_times(summary: Summary, times: StepTimes) -> None:
     if not times.over_steps:
         return
+    if parts := times.rare_parts:
+        hidden = st.pills(
+            "Hide steps with",
+            parts,
+            selection_mode="multi",
+            key=f"hidden steps of {summary.run_id}",
+        )
+        times = times.without(hidden)
     show_chart_card(
         "Step time over steps",
         draw_step_times(times),
