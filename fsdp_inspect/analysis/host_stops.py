@@ -19,7 +19,7 @@ from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import Phase
-from fsdp_inspect.trace.host_work import COLLECTION, COMPILATION, HostActivity, HostStop
+from fsdp_inspect.trace.host_work import COLLECTION, COMPILATION, GraphBreak, HostActivity, HostStop
 from fsdp_inspect.trace.run import RunSource
 
 _OF_PYTHON = (COLLECTION, COMPILATION)
@@ -88,6 +88,16 @@ class HostStops(TableResult):
     """The counted steps of the rank with most of them."""
     sees_reads: bool
     """Whether reads of values were watched on a rank."""
+    graph_breaks: tuple[GraphBreak, ...] = ()
+    """Of torch.compile, on any rank."""
+
+    BREAKS: ClassVar[TableSpec] = TableSpec(
+        "Graph breaks of torch.compile: Python runs between two graphs",
+        (
+            text_column("place", "line of the training script", label="line"),
+            text_column("reason", "why, as torch says it"),
+        ),
+    )
 
     def rows(self) -> Sequence[HostStopCost]:
         """The lines, the longest first."""
@@ -131,6 +141,13 @@ def measure_host_stops(run: RunSource) -> HostStops | None:
         stops=tuple(sorted(stops, key=lambda stop: -stop.duration_ns)),
         num_steps=max(work.num_steps for work in works.values()),
         sees_reads=any(work.sees_reads for work in works.values()),
+        graph_breaks=tuple(
+            {
+                (each.place, each.reason): each
+                for work in works.values()
+                for each in work.graph_breaks
+            }.values()
+        ),
     )
 
 

@@ -24,7 +24,7 @@ from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.recording.code_places import OWN_PACKAGES, CodePlaces
 from fsdp_inspect.recording.devices import find_cores
 from fsdp_inspect.recording.patches import Patches
-from fsdp_inspect.recording.torch_api.compilations import read_compilations
+from fsdp_inspect.recording.torch_api.compilations import read_compilations, read_graph_breaks
 from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase, Stream
 from fsdp_inspect.trace.host_work import (
@@ -32,9 +32,11 @@ from fsdp_inspect.trace.host_work import (
     COLLECTION,
     COMPILATION,
     MOST_BATCHES,
+    MOST_BREAKS,
     MOST_STOPS,
     PRINTED,
     BatchWork,
+    GraphBreak,
     HostActivity,
     HostStop,
     parse_cores,
@@ -298,6 +300,10 @@ class StopCounter:
             num_steps=self._num_steps,
             num_read_steps=self._num_read_steps,
             stops=sorted(stops, key=lambda stop: -stop.duration_ns),
+            graph_breaks=[
+                GraphBreak(place=place[:1000], reason=reason[:1000])
+                for place, reason in read_graph_breaks()[:MOST_BREAKS]
+            ],
             sees_reads=self._sees_reads,
             batches=[
                 BatchWork(step=step, size=size, is_tokens=is_tokens, used=used, longest=longest)

@@ -244,6 +244,8 @@ def _long_stops(summary: Summary) -> Iterable[RenderableType]:
     """The lines that stop a host for a hundredth of the step."""
     if summary.stops is None or summary.breakdown is None:
         return
+    if breaks := summary.stops.graph_breaks:
+        yield from section(HostStops.BREAKS.title, render_table(HostStops.BREAKS, breaks))
     least_ns = LEAST_STOP_RATIO * summary.breakdown.step_time_ns
     long = [stop for stop in summary.stops.stops if stop.duration_ns >= least_ns]
     if long:

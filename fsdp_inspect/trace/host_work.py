@@ -24,6 +24,7 @@ MOST_STOPS = 200
 """Lines of one rank that are kept, each with its kind of call."""
 _LAST_CORE = 1 << 14
 """Linux numbers at most 8,192 cores."""
+MOST_BREAKS = 50
 MOST_BATCHES = 256
 """Steps whose batches are kept: the last ones."""
 
@@ -51,6 +52,14 @@ class HostStop(Record):
     """Of a compilation: the guard that failed."""
 
 
+class GraphBreak(Record):
+    """A line at which torch.compile ended a graph, so that Python runs between two graphs."""
+
+    place: Text = ""
+    """The user's line, `file:line`; empty: unknown."""
+    reason: Text = ""
+
+
 class BatchWork(Record):
     """The inputs of the model in one step, over its microbatches."""
 
@@ -71,6 +80,8 @@ class HostActivity(Record):
     num_read_steps: Amount = 0
     """The steps of these in which reads of values were watched."""
     stops: list[HostStop] = Field(default_factory=list)
+    graph_breaks: list[GraphBreak] = Field(default_factory=list)
+    """In the order in which torch.compile met them."""
     sees_reads: bool = False
     """Whether reads of values were watched: not under torch.compile."""
     batches: list[BatchWork] = Field(default_factory=list)

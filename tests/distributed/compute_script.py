@@ -217,7 +217,13 @@ class WithCompilations(Loop):
                 batch = batch * 0.5 + factor
             return batch
 
+        def broken(batch: torch.Tensor) -> torch.Tensor:
+            batch = batch + 1
+            torch._dynamo.graph_break()
+            return batch * 2
+
         self.scale = torch.compile(scale, backend="eager", dynamic=False)
+        torch.compile(broken, backend="eager")(torch.ones(4))
 
     def step(self, step: int) -> None:
         super().step(step)

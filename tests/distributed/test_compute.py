@@ -12,12 +12,13 @@ import fsdp_inspect
 from fsdp_inspect.analysis.batch_work import measure_uneven_work
 from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.step_selection import select_steps
-from fsdp_inspect.report.text import render_kernels
+from fsdp_inspect.report.text import render_kernels, render_summary
 from fsdp_inspect.store.schema import PROFILE_REQUEST_FILE
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.host_work import BOOLEAN_MASK, COLLECTION, COMPILATION, PRINTED
 from tests.cases import mark_slow, wants_slow
 from tests.conftest import Torchrun
+from tests.distributed import compute_script
 from tests.distributed.compute_script import CASES, NUM_STEPS
 from tests.report.terminal_text import text_of
 
@@ -157,12 +158,21 @@ def test_collections_on_one_rank_are_found_there(folder: Path) -> None:
     assert (first.num_steps, first.out_of) == (3, NUM_STEPS - 3)
 
 
+def _line_of(code: str) -> str:
+    lines = Path(compute_script.__file__).read_text().splitlines()
+    return str(next(at for at, line in enumerate(lines, 1) if line.strip() == code))
+
+
 @pytest.mark.slow
 def test_a_compilation_names_the_guard(folder: Path) -> None:
     first = stops_of(folder, "compilations")[0]
     assert "factor == " in first.reason
     assert first.num_steps == 1
     run = opened(folder, "compilations")
+    (found,) = run.host_stops().graph_breaks
+    assert found.place.endswith("compute_script.py:" + _line_of("torch._dynamo.graph_break()"))
+    assert "graph_break" in found.reason
+    assert "Graph breaks of torch.compile" in text_of(render_summary(run.summary()))
     steps = {step.step: step for step in run.step_times().over_steps}
     compiled = run.source.events(0, kinds=[EventKind.COMPILATION])
     wholes = run.source.events(0, kinds=[EventKind.STEP])

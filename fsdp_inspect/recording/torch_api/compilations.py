@@ -1,8 +1,9 @@
-"""Read what torch.compile compiled: the function, the time, and the guard that failed."""
+"""Read what torch.compile compiled, the guards that failed, and where it broke a graph."""
 
 import sys
 from typing import Any, NamedTuple
 
+_DYNAMO = "torch._dynamo"
 _UTILS = "torch._dynamo.utils"
 _EDGES = ("start", "end")
 
@@ -46,3 +47,18 @@ def _describe(metrics: Any) -> Compilation:
     start, end = (1000 * (getattr(metrics, f"{edge}_time_us", None) or 0) for edge in _EDGES)
     place = f"{file}:{line}" if file else ""
     return Compilation(place, max(round(seconds * 1e9), 0), reason, start, end)
+
+
+def read_graph_breaks() -> list[tuple[str, str]]:
+    """The line and the reason of each graph break so far, without repetitions.
+
+    torch 2.13, `torch/_dynamo/output_graph.py`: `GraphCompileReason` keeps them until a reset.
+    """
+    kept = getattr(sys.modules.get(_DYNAMO), "graph_break_reasons", ())
+    return list(dict.fromkeys(map(_describe_break, kept)))
+
+
+def _describe_break(reason: Any) -> tuple[str, str]:
+    stack = getattr(reason, "user_stack", ())
+    place = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+    return place, (str(getattr(reason, "reason", "")).splitlines() or [""])[0]
