@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ def record(context: typer.Context) -> None:
         )
     else:
         command = insert_recorder(command, options)
+        _check_options(options)
     program = shutil.which(command[0])
     if program is None:
         raise FsdpInspectError(
@@ -48,6 +50,13 @@ def record(context: typer.Context) -> None:
         )
     sys.stdout.flush()
     os.execv(program, command)
+
+
+def _check_options(options: Sequence[str]) -> None:
+    """End with the recorder's own message about a wrong option, before any rank starts."""
+    check = [sys.executable, "-m", _RECORDER, "--check-options", *options, "-m", "-"]
+    if code := subprocess.run(check, check=False).returncode:
+        raise SystemExit(code)
 
 
 record.context_settings = {  # type: ignore[attr-defined]

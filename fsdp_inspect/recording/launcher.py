@@ -231,7 +231,8 @@ def parse_arguments(arguments: Sequence[str]) -> LauncherArguments:
     """
     parser = RankParser(
         prog="python -m fsdp_inspect.record",
-        usage="torchrun ... -m fsdp_inspect.record [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]",
+        usage="fsdp-inspect record [OPTIONS] -- torchrun ... (SCRIPT | -m MODULE) [ARGUMENTS]\n"
+        "   or: torchrun ... -m fsdp_inspect.record [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
@@ -247,13 +248,19 @@ def parse_arguments(arguments: Sequence[str]) -> LauncherArguments:
         metavar="RULE",
         help=ALERT_IF_HELP[:1].lower() + ALERT_IF_HELP[1:].replace("%", "%%"),
     )
+    parser.add_argument("--check-options", action="store_true", help=argparse.SUPPRESS)
     add_options(parser)
     given = parser.parse_args(arguments)
     try:
         alerts = AlertTarget.read(given.alert, given.alert_if or [])
     except ValueError as error:
         parser.error(str(error))
-    return read_arguments(parser, given, ("alert", "alert_if"))._replace(alerts=alerts)
+    if given.check_options:  # `fsdp-inspect record` asks before it starts the training
+        if given.target != "-":
+            parser.error(f"unexpected {given.target!r}. Expected the training command after --")
+        parser.exit()
+    own = ("alert", "alert_if", "check_options")
+    return read_arguments(parser, given, own)._replace(alerts=alerts)
 
 
 def read_arguments(

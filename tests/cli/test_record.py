@@ -57,6 +57,30 @@ def test_a_command_without_a_known_place_is_refused(command: str) -> None:
         insert_recorder(command.split(), [])
 
 
+@pytest.mark.parametrize(
+    ("options", "stated"),
+    [
+        (["--path", "runs/a"], "unrecognized arguments: --path"),
+        (["--overhead", "x"], "argument --overhead: overhead must be a part of the step time"),
+        ([__file__], "Expected the training command after --"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_the_training_starts(
+    options: list[str], stated: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("open('started', 'w')")
+    command = [sys.executable, "-m", "fsdp_inspect", "record", *options, "--"]
+    done = subprocess.run(
+        [*command, sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert stated in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
 def test_the_flags_of_torchrun_are_those_of_the_installed_torch() -> None:
     flags = [each for each in get_args_parser()._actions if each.nargs == 0]
     names = {name.replace("_", "-") for each in flags for name in each.option_strings}
