@@ -26,7 +26,7 @@ class RecorderCost:
     num_detailed: int
     """Completed steps whose units and collectives have rows."""
     detail: BlockDifference | None
-    """Detailed against plain steps next to them; None: there are no such pairs."""
+    """Detailed against plain steps next to them; None: there are too few such pairs."""
     plain_ratio: float
     """The notes of a plain step, timed in some of them."""
     threads_ratio: float
@@ -65,7 +65,12 @@ class RecorderCost:
         )
 
 
-_UNKNOWN = "Its cost is not known: no plain steps lie next to detailed ones."
+FEWEST_BLOCKS = 6
+"""Of fewer pairs, no two values enclose the median in 95% of the cases (sign test)."""
+_UNKNOWN = (
+    f"Its cost is not known: fewer than {FEWEST_BLOCKS} blocks of detailed steps have plain steps on "
+    "both sides."
+)
 
 
 def measure_recorder_cost(run: RunSource) -> RecorderCost | None:
@@ -95,12 +100,13 @@ def _measure_rank(run: RunSource, rank: int, use: RecorderUse) -> RecorderCost:
     is_detailed = (usual.flags & StepFlag.PLAIN) == 0
     is_plain = (rows.flags & StepFlag.PLAIN) != 0
     plain_ns = float(np.median(usual.duration_ns)) if len(usual) else 0.0
+    found = compare_blocks(usual.step, usual.duration_ns, is_detailed, length=BLOCK_OF_DETAIL)
     return RecorderCost(
         rank=rank,
         budget_ratio=use.budget,
         num_steps=len(rows),
         num_detailed=len(rows) - int(is_plain.sum()),
-        detail=compare_blocks(usual.step, usual.duration_ns, is_detailed, length=BLOCK_OF_DETAIL),
+        detail=found if found is not None and found.num_blocks >= FEWEST_BLOCKS else None,
         plain_ratio=use.plain_ratio(plain_ns / 1e9),
         threads_ratio=_own_ratio(use),
     )

@@ -85,15 +85,22 @@ def test_the_course_of_steps_has_no_exposed_time_in_plain_steps():
 
 
 def test_the_cost_is_the_share_of_detail_and_the_fixed_parts():
-    cost = measure_recorder_cost(run_with_plain_steps())
+    cost = measure_recorder_cost(run_with_plain_steps(num_steps=60))
     assert cost.detail.ratio == pytest.approx(STEADY_STEP_NS / PLAIN_NS - 1)
-    assert cost.detail.num_blocks == 5
-    assert (cost.num_detailed, cost.num_steps) == (26, 50)
+    assert cost.detail.num_blocks == 6
+    assert (cost.num_detailed, cost.num_steps) == (32, 60)
     assert cost.threads_ratio == pytest.approx(0.01)
     fixed = cost.plain_ratio + cost.threads_ratio
-    assert cost.ratio == pytest.approx(26 / 50 * cost.detail.ratio + fixed)
+    assert cost.ratio == pytest.approx(32 / 60 * cost.detail.ratio + fixed)
+    assert "32 of 60 steps in detail" in cost.sentence
+    assert "6 blocks" in cost.sentence
+
+
+def test_too_few_blocks_state_no_cost():
+    cost = measure_recorder_cost(run_with_plain_steps())
+    assert (cost.detail, cost.ratio, cost.interval) == (None, None, None)
     assert "26 of 50 steps in detail" in cost.sentence
-    assert "5 blocks" in cost.sentence
+    assert "Its cost is not known: fewer than 6 blocks" in cost.sentence
 
 
 def test_the_summary_states_the_cost_in_words_and_in_json():
