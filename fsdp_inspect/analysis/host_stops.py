@@ -10,15 +10,16 @@ the host waits for, so it is no cost: the device's idle time is (`StepFacts.devi
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from fsdp_inspect.analysis.step_selection import steps_by_rank, timed_summary
 from fsdp_inspect.columns import TableSpec, number_column, text_column, unit_column, value_column
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median
-from fsdp_inspect.trace.codes import Phase
+from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.host_work import COLLECTION, COMPILATION, GraphBreak, HostActivity, HostStop
 from fsdp_inspect.trace.run import RunSource
 
@@ -56,6 +57,9 @@ class HostStopCost:
     """Whether the time is lost: on a device, reads of values are not."""
     reason: str
     """Of a compilation: the guard that failed."""
+    mean_step_ns: int = 0
+    """The mean of the rank's timed steps, of which the cost is a part; 0: unknown. The typical step
+    leaves out the steps with a long stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +137,16 @@ def measure_host_stops(run: RunSource) -> HostStops | None:
             where = ("", 0, -1) if stop.what == COLLECTION else (stop.place, stop.phase, stop.unit)
             key = (stop.what, *where)
             found[key].setdefault(rank, _Sum()).add(stop)
-    stops = [
+    means = {
+        member.rank: round(float(member.step_time_ns.mean()))
+        for member in steps_by_rank(timed_summary(run, kinds=[EventKind.STEP]))
+        if len(member.steps)
+    }
+    costs = (
         _cost(key, sums, works, units.get(key[3]), on_device=on_device)
         for key, sums in found.items()
-    ]
+    )
+    stops = [replace(cost, mean_step_ns=means.get(cost.rank, 0)) for cost in costs]
     return HostStops(
         stops=tuple(sorted(stops, key=lambda stop: -stop.duration_ns)),
         num_steps=max(work.num_steps for work in works.values()),

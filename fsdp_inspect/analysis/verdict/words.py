@@ -787,8 +787,7 @@ def _phrase_collection(facts: StepFacts) -> Words:
         time = f"{format_ns(stop.duration_ns)} a step on average"
         seen = f"{stop.num_steps} of {stop.out_of} steps have a collection"
         return (
-            f"Python's garbage collection takes {_ratio(facts, stop.duration_ns)} of the "
-            f"step{alone}.",
+            f"Python's garbage collection takes {_share_of_stop(facts)} of the step{alone}.",
             f"Collections on rank {stop.rank} take {time}.",
             f"Collections of garbage stop rank {stop.rank} for {time}, and the other ranks wait "
             f"for it: {seen}. Most time: {shorten_place(stop.place) or 'unknown line'}.",
@@ -821,10 +820,16 @@ def _calls(stop: HostStopCost) -> str:
     return f"{round(stop.count):,}" if stop.count >= 10 else f"{stop.count:.2g}"
 
 
+def _share_of_stop(facts: StepFacts) -> str:
+    """The mean cost of a stop as a part of the mean step, which contains it."""
+    mean_ns = facts.stop.mean_step_ns if facts.stop else 0
+    return format_ratio(facts.stop_ns / mean_ns) if mean_ns else _ratio(facts, facts.stop_ns)
+
+
 def _phrase_host_stop(facts: StepFacts) -> Words:
     stop = facts.stop
     assert stop is not None
-    share, place = _ratio(facts, stop.duration_ns), shorten_place(stop.place)
+    share, place = _share_of_stop(facts), shorten_place(stop.place)
     at = f" at {place}" if place else ""
     rank = f" on rank {stop.rank}" if stop.is_alone else ""
     often = f"{stop.num_steps} of {stop.out_of} steps have one."
