@@ -57,8 +57,10 @@ class Column:
         return f"{self.label} ({scale[0]})" if scale else self.label
 
     def scaled(self, row: Any) -> Any:
-        """The value of a row in the unit of `header`."""
+        """The value of a row in the unit of `header`; a text as it is shown."""
         value = self.value(row)
+        if self.is_text and self.show is not None and value is not None:
+            return self.show(value)
         scale = _SCALES.get(self.unit) if self.unit is not None else None
         return value / scale[1] if scale and value is not None else value
 

@@ -1,12 +1,13 @@
 """Show the name, state and notes of a run at the top of its pages."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import streamlit as st
 
+from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.formatting import listed
 from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.report.wording import describe_run
 from fsdp_inspect.result_types import RunEntry, RunHeading, RunManifest, RunStatus
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.cards import is_exploring
@@ -25,35 +26,20 @@ _MOST_NAMED = 3
 _SEEN_KEY = "contents that are shown"
 
 
-@dataclass(frozen=True, slots=True)
-class _Advice:
-    """The consequence of a run's state for its pages, and the page to open next."""
-
-    sentence: str
-    page: str
-    label: str
-    icon: str
-
-
-_ADVICE: dict[RunStatus, _Advice] = {
-    RunStatus.RUNNING: _Advice(
-        "The run is being recorded. The pages refresh automatically.",
-        *("live", "Open Live", ":material/sensors:"),
-    ),
-    RunStatus.CRASHED: _Advice(
-        "The pages show the data that was written before.",
-        *("diagnosis", "Open Diagnosis", ":material/troubleshoot:"),
-    ),
-    RunStatus.FAILED: _Advice(
+_ADVICE = {
+    RunStatus.RUNNING: ("The run is being recorded. The pages refresh automatically.", "live"),
+    RunStatus.CRASHED: ("The pages show the data that was written before.", "diagnosis"),
+    RunStatus.FAILED: (
         "The pages show the data that was recorded before the failure.",
-        *("diagnosis", "Open Diagnosis", ":material/troubleshoot:"),
+        "diagnosis",
     ),
-    RunStatus.PARTIAL: _Advice(
+    RunStatus.PARTIAL: (
         "All results are of the ranks in this folder. Copy the folders of the missing ranks to it, "
         "or merge the parts of several nodes with fsdp-inspect store merge.",
-        *("ranks", "Open Ranks", ":material/grid_on:"),
+        "ranks",
     ),
 }
+"""The consequence of a run's state for its pages, and the page to open next."""
 
 
 def show_run_header(
@@ -74,19 +60,20 @@ def show_run_header(
         beside: Shows the content at the right of the name.
     """
     status = RunStatus(heading.status)
+    facts = [describe_run(heading), describe_sharding(manifest)]
     if beside is None:
-        _show_name(manifest, heading, status)
+        show_name(heading.run_id, status, facts)
     else:
         left, right = st.columns([2, 1])
         with left:
-            _show_name(manifest, heading, status)
+            show_name(heading.run_id, status, facts)
         with right:
             beside()
     if not is_diagnosis:
         problem = _problem()
         notes = [*_damage(heading.notes), *heading.notes]
         if problem:
-            _show_problem(problem, notes)
+            show_problem(problem, notes)
         else:
             entry = chosen_entry()
             is_damaged = entry is not None and bool(loading.torn_files(entry))
@@ -98,20 +85,20 @@ def show_run_header(
         _refresh_as_it_grows()
 
 
-def _show_name(manifest: RunManifest, heading: RunHeading, status: RunStatus) -> None:
+def show_name(run_id: str, status: RunStatus, facts: Sequence[str]) -> None:
+    """Show the name and state of the chosen run, its star and note, and facts about it."""
     with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
         entry = chosen_entry()
-        name = heading.run_id if entry is None else run_name(entry.id)
-        st.markdown(f"**{plain(name)}**", width="content", help=plain(heading.run_id))
+        name = run_id if entry is None else run_name(entry.id)
+        st.markdown(f"**{plain(name)}**", width="content", help=plain(run_id))
         show_status(entry, status)
         notes = read_notes()
-        show_star_button([heading.run_id], notes, key="header")
-        show_note_button(heading.run_id, notes, key="header")
-        facts = [wording.describe_run(heading), wording.describe_sharding(manifest)]
+        show_star_button([run_id], notes, key="header")
+        show_note_button(run_id, notes, key="header")
         st.caption(plain(" · ".join(fact for fact in facts if fact)), width="content")
     show_failed_note()
-    if heading.run_id in notes and notes[heading.run_id].text:
-        st.caption(plain(f"Note: {notes[heading.run_id].text}"))
+    if run_id in notes and notes[run_id].text:
+        st.caption(plain(f"Note: {notes[run_id].text}"))
 
 
 def show_status(entry: RunEntry | None, status: RunStatus) -> None:
@@ -144,18 +131,19 @@ def _problem() -> str:
     return describe_diagnosis(found).sentence if found.is_problem else ""
 
 
-def _show_problem(problem: str, notes: Sequence[str]) -> None:
+def show_problem(problem: str, notes: Sequence[str] = ()) -> None:
+    """Show the problem of a run in one sentence, with a link to its diagnosis."""
     with st.container(horizontal=True, vertical_alignment="center"):
         st.error(plain(problem), icon=":material/error:")
-        page_link("diagnosis", "Open Diagnosis", icon=":material/troubleshoot:")
+        page_link("diagnosis")
     if notes:
         with st.expander("Notes of the run"):
             st.markdown("\n".join(f"- {plain(note)}" for note in notes))
 
 
 def _show_state(status: RunStatus, notes: Sequence[str], *, is_damaged: bool) -> None:
-    advice = _ADVICE.get(status)
-    lines = [*notes, *([advice.sentence] if advice else [])]
+    sentence, page = _ADVICE.get(status, ("", ""))
+    lines = [*notes, *filter(None, [sentence])]
     if not lines:
         return
     text = "\n".join(f"- {plain(line)}" for line in lines) if len(lines) > 1 else plain(lines[0])
@@ -163,8 +151,8 @@ def _show_state(status: RunStatus, notes: Sequence[str], *, is_damaged: bool) ->
         st.info(text, icon=":material/info:")
     else:
         st.warning(text, icon=":material/warning:")
-    if advice:
-        page_link(advice.page, advice.label, icon=advice.icon)
+    if page:
+        page_link(page)
 
 
 @st.fragment(run_every=_REFRESH_EVERY_S)

@@ -4,7 +4,7 @@ The headline is a heading of level 1, the title of a card one of level 2, and a 
 one of level 3. Everything is also added to the page's sheet, which can be saved as a file.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -140,6 +140,7 @@ def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, mos
     key: str,
     alt: str,
     note: str,
+    below: str = "",
     on_click: Callable[[Click], None] | None = None,
 ) -> None:
     """A chart with its table and CSV, and its figure for **Explore**.
@@ -151,6 +152,7 @@ def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, mos
         key: Unique on the page; also the name of the CSV file.
         alt: The chart in one sentence, for screen readers.
         note: How the numbers were obtained; the tooltip of the title.
+        below: Markdown below the chart.
         on_click: As for `show_chart`.
     """
     with show_card(title, key=key, note=note) as header:
@@ -158,6 +160,8 @@ def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, mos
             show_explore_button(chart, key=key, title=title)
             show_table_button(frame, key=key, alt=title)
         show_chart(chart, key=key, alt=alt, on_click=on_click)
+        if below:
+            show_text(below)
 
 
 @contextmanager
@@ -166,6 +170,24 @@ def show_fold(title: str, *, key: str) -> Iterator[None]:
     page_sheet().add(SheetTitle(title, 2))
     with st.expander(plain(title), key=f"fold-{key}"):
         yield
+
+
+def show_table_card(title: str, frame: pd.DataFrame, *, key: str, alt: str, note: str = "") -> None:
+    """A table with its CSV.
+
+    Args:
+        title: What it shows, as plain text.
+        frame: As for `show_table`.
+        key: Unique on the page; also the name of the CSV file.
+        alt: As for `show_table`.
+        note: A note below the table, as plain text.
+    """
+    with show_card(title, key=key) as header:
+        with header:
+            show_csv_button(frame, key=key)
+        show_table(frame, key=f"{key}-rows", alt=alt)
+        if note:
+            show_note(plain(note))
 
 
 def show_empty_card(title: str, reason: str, *, key: str) -> None:
@@ -260,26 +282,35 @@ def _show_large_table_button(make: Callable[[], pd.DataFrame], *, key: str, alt:
             show_csv_button(frame, key=key)
 
 
-def show_table(frame: pd.DataFrame, *, key: str, alt: str) -> None:
-    """A table whose numbers show the digits that their unit needs.
+def show_table(frame: pd.DataFrame, *, key: str, alt: str, **more: Any) -> Any:
+    """A table whose numbers show the digits that their unit needs; returns its state.
 
     Args:
         frame: Its rows.
         key: Unique on the page.
         alt: The content of the table, for screen readers; also in the names of its buttons.
+        more: `columns` that replace those of `column_formats`, and options of `st.dataframe`.
     """
     page_sheet().add(SheetTable(frame))
-    _show_rows(frame, key=key, alt=alt)
+    return _show_rows(frame, key=key, alt=alt, **more)
 
 
-def _show_rows(frame: pd.DataFrame, *, key: str, alt: str) -> None:
-    st.dataframe(
+def _show_rows(
+    frame: pd.DataFrame,
+    *,
+    key: str,
+    alt: str,
+    columns: Mapping[str, ColumnConfig] | None = None,
+    **more: Any,
+) -> Any:
+    return st.dataframe(
         frame,
         hide_index=True,
-        column_config=column_formats(frame),
+        column_config={**column_formats(frame), **(columns or {})},
         placeholder=MISSING,
         key=key,
         alt=alt,
+        **more,
     )
 
 

@@ -7,7 +7,7 @@ import streamlit as st
 from fsdp_inspect.errors import FsdpInspectError, NotARunError, SchemaVersionError
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.cards import show_code, show_headline
+from fsdp_inspect_app.cards import show_code, show_headline, show_note
 from fsdp_inspect_app.wording import code, plain
 
 _LOG = logging.getLogger(__name__)
@@ -68,6 +68,16 @@ def show_failure(error: Exception) -> None:
         ),
         icon=":material/error:",
     )
+
+
+def show_why_not_simulated() -> None:
+    """Show what a simulation requires, and how to record it."""
+    show_note(
+        "The simulation requires recorded units, collectives and compute\\. Imported traces, and "
+        "runs without a timed step, do not have them\\. Record the job with more steps than "
+        "warm\\-up:"
+    )
+    show_code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", key="record")
 
 
 def show_nothing(answer: str, reason: str, *, remedy: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Export a run as files, and share the address of a page."""
+"""Export a run or a page as files."""
 
 import base64
 import json
@@ -25,8 +25,7 @@ from fsdp_inspect.report.html.shared_page import (
     render_shared_page,
 )
 from fsdp_inspect.report.json import render_run_json
-from fsdp_inspect.results import TableResult
-from fsdp_inspect_app.cards import THREE_DIGITS, column_formats, show_code
+from fsdp_inspect_app.cards import THREE_DIGITS, column_formats
 from fsdp_inspect_app.drawn_chart import SCRIPT as CHART_SCRIPT
 from fsdp_inspect_app.page_sheet import (
     PageSheet,
@@ -39,20 +38,7 @@ from fsdp_inspect_app.page_sheet import (
     SheetTiles,
     SheetTitle,
 )
-from fsdp_inspect_app.selection import page_address
-from fsdp_inspect_app.tables import frame_of, to_csv
 from fsdp_inspect_app.timeline.component import MARKUP, SCRIPT as TIMELINE_SCRIPT, STYLE
-
-
-def show_share_button(page: str) -> None:
-    """Show the address of the page with the current selection, ready to copy."""
-    with st.popover("Share", icon=":material/link:", type="tertiary", key="share"):
-        st.caption(
-            "This address opens the page with this selection. It needs access to this dashboard."
-        )
-        base = (st.context.url or "").rpartition("/")[0]
-        address = f"{base}/{page_address(page)}"
-        show_code(address, key="address", language="text", is_shared=False)
 
 
 def show_download(sheet: PageSheet) -> None:
@@ -60,7 +46,7 @@ def show_download(sheet: PageSheet) -> None:
     name = f"{sheet.page}-{sheet.run}" if sheet.run else sheet.page
     st.download_button(
         "Download page",
-        lambda: _render(sheet),
+        lambda: render_sheet(sheet).encode(),
         file_name=f"{_file_name(name)}.html",
         mime="text/html",
         icon=":material/download:",
@@ -69,11 +55,6 @@ def show_download(sheet: PageSheet) -> None:
         on_click="ignore",
         help="Headline, texts, tables and charts as one HTML file, which loads nothing\\.",
     )
-
-
-def _render(sheet: PageSheet) -> bytes:
-
-    return render_sheet(sheet).encode()
 
 
 def _file_name(name: str) -> str:
@@ -88,10 +69,6 @@ def show_export_button(run: Run) -> None:
          lambda: run.report().encode()),
         ("All numbers (JSON)", f"{name}.json", "application/json",
          lambda: render_run_json(run.source, run.summary()).encode()),
-        ("Units (CSV)", f"{name}-units.csv", "text/csv",
-         lambda: to_csv(_frame_of(run.units()))),
-        ("Steps (CSV)", f"{name}-steps.csv", "text/csv",
-         lambda: to_csv(_frame_of(run.step_times()))),
     )  # fmt: skip
     with st.popover("Export", icon=":material/download:", type="tertiary", key="export"):
         for label, file_name, mime, make in files:
@@ -105,10 +82,6 @@ def show_export_button(run: Run) -> None:
                 width="stretch",
             )
         st.caption("The report contains everything on this page. It opens without the dashboard.")
-
-
-def _frame_of(result: TableResult) -> pd.DataFrame:
-    return frame_of(result.TABLE, result.rows())
 
 
 # --- Write the contents of a page as one HTML file, with the templates of the reports.

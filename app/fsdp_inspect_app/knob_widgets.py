@@ -1,9 +1,13 @@
-"""Show a setting as a slider or a picker, and keep its value in the address."""
+"""Show the settings of a simulation, and the file of its prediction."""
+
+from collections.abc import Callable
+from typing import Any
 
 import streamlit as st
 
-from fsdp_inspect_app.knobs import AS_RECORDED, Knob
-from fsdp_inspect_app.selection import follow, link
+from fsdp_inspect.result_types import Prediction
+from fsdp_inspect_app.knobs import AS_RECORDED, PREDICTION_FILE, Knob
+from fsdp_inspect_app.selection import pick
 
 
 def show_knob(knob: Knob, recorded: str | None = None) -> str | None:
@@ -13,23 +17,34 @@ def show_knob(knob: Knob, recorded: str | None = None) -> str | None:
         knob: The knob.
         recorded: The value in the recorded plan, in one or two words.
     """
-    options = [AS_RECORDED, *knob.options]
-    follow(knob.name, knob.name, {text: text for text in knob.options}, AS_RECORDED)
-    if st.session_state[knob.name] not in options:
-        st.session_state[knob.name] = AS_RECORDED
     own = f"{AS_RECORDED}: {recorded}" if recorded else AS_RECORDED
 
     def name_option(text: str) -> str:
         return own if text == AS_RECORDED else text
 
-    if knob.is_slider:
-        text = st.select_slider(
-            knob.label, options, key=knob.name, help=knob.help, format_func=name_option
-        )
-    else:
-        text = st.selectbox(
-            knob.label, options, key=knob.name, help=knob.help, format_func=name_option
-        )
-    chosen = None if text == AS_RECORDED else str(text)
-    link(knob.name, chosen)
-    return chosen
+    show: Any = st.select_slider if knob.is_slider else st.selectbox
+    text = pick(
+        knob.label,
+        [AS_RECORDED, *knob.options],
+        AS_RECORDED,
+        name=knob.name,
+        show=show,
+        is_default_hidden=True,
+        help=knob.help,
+        format_func=name_option,
+    )
+    return None if text == AS_RECORDED else text
+
+
+def show_prediction_button(make: Callable[[], Prediction]) -> None:
+    """Show a button that saves a prediction, made when the button is clicked."""
+    st.download_button(
+        PREDICTION_FILE,
+        lambda: make().model_dump_json(indent=1),
+        file_name=PREDICTION_FILE,
+        mime="application/json",
+        icon=":material/download:",
+        key="prediction-file",
+        on_click="ignore",
+        help="fsdp-inspect verify compares the prediction with the run of the plan.",
+    )

@@ -27,6 +27,7 @@ from fsdp_inspect.simulation.scenario import mesh_of
 from fsdp_inspect.trace.plan import AccumulationSync, FloatDtype
 
 AS_RECORDED = "as recorded"
+PLAN_FILE, PREDICTION_FILE = "plan.toml", "plan.prediction.json"
 _MOST_RANKS = 4096
 _GROUP_SIZES = (2, 3, 4, 6, 8, 12, 16)
 
@@ -43,8 +44,8 @@ class Knob:
     is_slider: bool
     read: Callable[[str], Any]
     """Converts the option's text to its value."""
-    flags: Mapping[str, str] | None = None
-    """The text of each value in the command, for options that are not written `--name value`."""
+    option: str = ""
+    """The command's option, if it is not the name."""
 
 
 def _read_reshard(text: str) -> bool | int:
@@ -111,10 +112,7 @@ KNOBS_OF_REDUCTION = (
         "separate_reduce_scatter_group", "Reduce-scatter group",
         "separate: its own communicator, so it does not queue behind all-gathers.",
         ("separate", "shared"), False, lambda text: text == "separate",
-        {
-            "separate": "--reduce-scatter-group=separate",
-            "shared": "--reduce-scatter-group=shared",
-        },
+        "reduce_scatter_group",
     ),
     Knob(
         "microbatches", "Microbatches", "Forward and backward passes of a step. Each one keeps its "
@@ -218,13 +216,9 @@ def command_of(run: str, chosen: Mapping[str, str], knobs: Sequence[Knob]) -> st
     """
     words = ["fsdp-inspect", "simulate", run]
     for knob in knobs:
-        text = chosen.get(knob.name)
-        if text is None:
-            continue
-        if knob.flags is not None:
-            words.append(knob.flags[text])
-        else:
-            words += [f"--{knob.name.replace('_', '-')}", text]
+        if knob.name in chosen:
+            option = (knob.option or knob.name).replace("_", "-")
+            words += [f"--{option}", chosen[knob.name]]
     return shlex.join(words)
 
 

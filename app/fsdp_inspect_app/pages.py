@@ -1,13 +1,11 @@
 """List the pages of the navigation, in order."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 FIRST = "runs"
 LIVE = "live"
 
 _ONE_RUN = "This run"
-_FOLDER = Path(__file__).parent / "app_pages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +25,6 @@ class PageFile:
     def address(self) -> str:
         """The address below the server's; the first page has the address of the server."""
         return "" if self.name == FIRST else self.name
-
-    @property
-    def exists(self) -> bool:
-        """Whether the page exists."""
-        return (_FOLDER / self.name / f"{self.name}.py").is_file()
 
 
 SECTIONS: dict[str, tuple[PageFile, ...]] = {
@@ -55,6 +48,7 @@ SECTIONS: dict[str, tuple[PageFile, ...]] = {
     ),
 }
 """The sections of the navigation with their pages."""
+ALL_PAGES = tuple(page for section in SECTIONS.values() for page in section)
 
 
 def is_about_one_run(page: PageFile) -> bool:
@@ -68,8 +62,7 @@ def find_page(name: str) -> PageFile:
     Raises:
         ValueError: No page has that name.
     """
-    pages = [page for section in SECTIONS.values() for page in section]
-    for page in pages:
+    for page in ALL_PAGES:
         if page.name == name:
             return page
-    raise ValueError(f"No page {name!r}. Pages: {', '.join(page.name for page in pages)}.")
+    raise ValueError(f"No page {name!r}. Pages: {', '.join(page.name for page in ALL_PAGES)}.")

@@ -9,7 +9,7 @@ from fsdp_inspect.catalog.tables import values_of_setting
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app.cards import show_csv_button, show_table
 from fsdp_inspect_app.catalog_reading import KnownCatalog
-from fsdp_inspect_app.selection import follow, follow_all, link
+from fsdp_inspect_app.selection import follow_all, link, pick
 from fsdp_inspect_app.tables import mib, ms
 
 NO_SETTING = "(none)"
@@ -18,10 +18,7 @@ _MOST_VALUES = 1_000
 
 def pick_filter(catalog: KnownCatalog) -> dict[str, list[str]]:
     """Show the pickers of a setting and its values; returns the chosen values by setting."""
-    names = [NO_SETTING, *catalog.settings]
-    follow("setting", "setting", {name: name for name in names}, NO_SETTING)
-    setting = st.selectbox("Filter by setting", names, key="setting", width="stretch")
-    link("setting", None if setting == NO_SETTING else setting)
+    setting = _pick_setting(catalog, "Filter by setting", "setting")
     if setting == NO_SETTING:
         link("value", None)
         return {}
@@ -34,6 +31,11 @@ def pick_filter(catalog: KnownCatalog) -> dict[str, list[str]]:
     return {setting: chosen} if chosen else {}
 
 
+def _pick_setting(catalog: KnownCatalog, label: str, name: str) -> str:
+    options = [NO_SETTING, *catalog.settings]
+    return pick(label, options, NO_SETTING, name=name, is_default_hidden=True, width="stretch")
+
+
 def _values(catalog: KnownCatalog, setting: str) -> list[str]:
     found = values_of_setting(catalog.runs, setting)
     return sorted({value for values in found for value in values})[:_MOST_VALUES]
@@ -41,11 +43,8 @@ def _values(catalog: KnownCatalog, setting: str) -> list[str]:
 
 def choose_by_setting(catalog: KnownCatalog, entries: Sequence[RunEntry]) -> list[RunEntry]:
     """Show the filter and the groups; returns the runs that match the filter."""
-    names = [NO_SETTING, *catalog.settings]
     with st.container(horizontal=True, vertical_alignment="bottom"):
-        follow("group", "group", {name: name for name in names}, NO_SETTING)
-        group = st.selectbox("Group by", names, key="group", width="stretch")
-        link("group", None if group == NO_SETTING else group)
+        group = _pick_setting(catalog, "Group by", "group")
         where = pick_filter(catalog)
     matching = _matching(catalog, entries, where)
     if group != NO_SETTING and matching:

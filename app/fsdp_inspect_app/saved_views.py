@@ -7,7 +7,7 @@ import streamlit as st
 
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.pages import find_page
+from fsdp_inspect_app.pages import ALL_PAGES
 from fsdp_inspect_app.user_store import LONGEST_NAME, SavedView, user_store
 from fsdp_inspect_app.wording import plain
 
@@ -75,11 +75,7 @@ def _show_view(view: SavedView) -> None:
 
 
 def _path_of(view: SavedView) -> str | None:
-    try:
-        file = find_page(view.page)
-    except ValueError:
-        return None
-    return file.path if file.exists else None
+    return next((page.path for page in ALL_PAGES if page.name == view.page), None)
 
 
 def _save(page: str) -> None:

@@ -19,8 +19,7 @@ are ignored. The parameters, on all pages:
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
-from urllib.parse import urlencode
+from typing import Any, TypeVar
 
 import streamlit as st
 
@@ -28,6 +27,7 @@ from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import loading
+from fsdp_inspect_app.drawn_chart import Click
 from fsdp_inspect_app.empty_states import show_no_runs, show_unreadable
 from fsdp_inspect_app.pages import find_page
 from fsdp_inspect_app.wording import code
@@ -101,6 +101,38 @@ def follow_all(name: str, key: str, legal: Mapping[str, T], default: Sequence[T]
         asked = dict.fromkeys(legal[value] for value in linked_all(name, legal))
         st.session_state[key] = list(asked) or list(default)
         _report_unknown(name, legal)
+
+
+def pick(  # noqa: PLR0913 (every argument is a part of the picker, most by name)
+    label: str,
+    options: Sequence[T],
+    default: T,
+    *,
+    name: str,
+    key: str = "",
+    show: Callable[..., Any] = st.selectbox,
+    is_default_hidden: bool = False,
+    **more: Any,
+) -> T:
+    """Show a picker whose value is in the address; returns the value.
+
+    Args:
+        label: The label of the picker.
+        options: The values; the address has their texts.
+        default: The value without a legal one in the address.
+        name: The parameter of the address.
+        key: The key of the widget; default: the parameter.
+        show: Makes the widget.
+        is_default_hidden: Whether the address omits the default.
+        more: Further options of the widget.
+    """
+    key = key or name
+    follow(name, key, {str(option): option for option in options}, default)
+    if st.session_state[key] not in options:
+        st.session_state[key] = default
+    chosen: T = show(label, options, key=key, **more)
+    link(name, None if is_default_hidden and chosen == default else str(chosen))
+    return chosen
 
 
 def remembered(name: str, legal: Collection[str]) -> list[str]:
@@ -177,18 +209,19 @@ def forget_lost_run() -> None:
     st.session_state[_LOST] = None
 
 
-def page_link(page: str, label: str, *, icon: str | None = None, **selection: Value) -> None:
+def page_link(page: str, label: str = "", /, *, icon: Any = "", **selection: Value) -> None:
     """Show a link to another page that keeps run, step, ranks and unit.
 
     Args:
         page: The page's file in `app_pages/`, without its ending.
-        label: The text of the link, as Markdown; names from runs must be `plain`.
-        icon: An icon such as `:material/stacks:`.
+        label: The text of the link, as Markdown; names from runs must be `plain`. Default: `Open`
+            and the title of the page.
+        icon: An icon such as `:material/stacks:`; default: that of the page.
         selection: Other values of parameters; None removes a parameter.
     """
-    file = find_page(page)
-    if file.exists:
-        st.page_link(file.path, label=label, icon=icon, query_params=_selected(selection))
+    file, query = find_page(page), _selected(selection)
+    label = label or f"Open {file.title}"
+    st.page_link(file.path, label=label, icon=icon or file.icon, query_params=query)
 
 
 def switch_page(page: str, **selection: Value) -> None:
@@ -196,16 +229,30 @@ def switch_page(page: str, **selection: Value) -> None:
     st.switch_page(find_page(page).path, query_params=_selected(selection))
 
 
+def open_column(
+    page: str, name: str, legal: Collection[int], **selection: Value
+) -> Callable[[Click], None]:
+    """Make a handler of clicks: it opens a page at the clicked place of the x axis.
+
+    Args:
+        page: As for `page_link`.
+        name: The parameter of the place.
+        legal: The places; other clicks do nothing.
+        selection: As for `page_link`.
+    """
+
+    def open_it(click: Click) -> None:
+        place = click.column()
+        if place in legal:
+            switch_page(page, **{name: place}, **selection)
+
+    return open_it
+
+
 def open_unit(fqn: str | None) -> None:
     """Go to the page of a unit now; does nothing for None."""
     if fqn is not None:
         switch_page("units", **{UNIT_KEY: format_unit(fqn)})
-
-
-def page_address(page: str, **selection: Value) -> str:
-    """The relative address of a page, for tables of links and for sharing; see `page_link`."""
-    address = find_page(page).address
-    return f"{address}?{urlencode(_selected(selection), doseq=True)}"
 
 
 def _selected(selection: Mapping[str, Value]) -> dict[str, str | list[str]]:
@@ -275,12 +322,14 @@ def pick_second_run(entry: RunEntry, *, page: str) -> RunEntry | None:
     others = {other.id: other for other in loading.list_entries() if other.id != entry.id}
     if not others:
         return None
-    key = f"second run of {page}"
-    follow(SECOND_KEY, key, {name: name for name in others}, _NONE)
-    if st.session_state[key] not in others:
-        st.session_state[key] = _NONE
-    chosen: str = st.selectbox(
-        "Run B", [_NONE, *others], key=key, width=170, format_func=run_namer()
+    chosen = pick(
+        "Run B",
+        [_NONE, *others],
+        _NONE,
+        name=SECOND_KEY,
+        key=f"second run of {page}",
+        is_default_hidden=True,
+        width=170,
+        format_func=run_namer(),
     )
-    link(SECOND_KEY, chosen if chosen in others else None)
     return others.get(chosen)

@@ -17,7 +17,15 @@ from fsdp_inspect_app.empty_states import show_failure
 from fsdp_inspect_app.exports import show_download
 from fsdp_inspect_app.guard import has_access, require_login
 from fsdp_inspect_app.page_sheet import start_sheet
-from fsdp_inspect_app.pages import FIRST, LIVE, SECTIONS, PageFile, find_page, is_about_one_run
+from fsdp_inspect_app.pages import (
+    ALL_PAGES,
+    FIRST,
+    LIVE,
+    SECTIONS,
+    PageFile,
+    find_page,
+    is_about_one_run,
+)
 from fsdp_inspect_app.saved_views import list_views, show_views
 from fsdp_inspect_app.selection import (
     RUN_KEY,
@@ -104,8 +112,7 @@ def make_page(file: PageFile, *, is_listed: bool) -> st.Page:
 
 def visible_pages(*, is_live: bool) -> list[PageFile]:
     """The pages that the navigation lists: Live only for a run that is being recorded."""
-    files = [file for section in SECTIONS.values() for file in section if file.exists]
-    return [file for file in files if is_live or file.name != LIVE]
+    return [file for file in ALL_PAGES if is_live or file.name != LIVE]
 
 
 def is_chosen_live() -> bool:
@@ -123,8 +130,7 @@ def is_chosen_live() -> bool:
 
 def shown_page(page: st.Page) -> PageFile:
     """The file of a page of the navigation."""
-    files = [file for section in SECTIONS.values() for file in section]
-    return next((file for file in files if file.address == page.url_path), find_page(FIRST))
+    return next((file for file in ALL_PAGES if file.address == page.url_path), find_page(FIRST))
 
 
 def open_first() -> None:
@@ -139,7 +145,7 @@ sheets = [(_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "d
 st.html(f"<style>{''.join(sheets)}{read_style()}</style>")
 listed = visible_pages(is_live=has_access() and is_chosen_live())
 menu = {
-    section: [make_page(file, is_listed=file in listed) for file in files if file.exists]
+    section: [make_page(file, is_listed=file in listed) for file in files]
     for section, files in SECTIONS.items()
 }
 menu[""].append(st.Page(open_first, title=FIRST, url_path=FIRST, visibility="hidden"))

@@ -8,38 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from fsdp_inspect.analysis.run_heading import describe_sharding
-from fsdp_inspect.formatting import (
-    format_category as name_category,
-    format_cause,
-    format_ns,
-    format_unit,
-)
-from fsdp_inspect.report.wording import (
-    describe_memory_method,
-    describe_methods,
-    describe_provenance,
-    describe_run,
-    describe_step,
-)
+from fsdp_inspect.formatting import format_cause, format_ns, format_unit
 from fsdp_inspect.result_types import ExposedOwner, Summary
-
-__all__ = [
-    "READING",
-    "STATUS_COLOURS",
-    "UNREADABLE",
-    "code",
-    "describe_largest_waits",
-    "describe_main_cause",
-    "describe_memory_method",
-    "describe_methods",
-    "describe_provenance",
-    "describe_run",
-    "describe_sharding",
-    "describe_step",
-    "name_category",
-    "plain",
-]
 
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")
 _SHORTCODE = re.compile(r":(?=[^\s:]+:)")

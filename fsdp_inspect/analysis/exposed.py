@@ -156,6 +156,7 @@ OWNERS = TableSpec(
                 f"cause_{cause.label}_ns",
                 partial(_caused_ns, cause.label),
                 metric=f"{cause.label}_ns",
+                label=format_cause(cause.label),
             )
             for cause in Cause
         ),

@@ -68,8 +68,8 @@ class RecorderCost:
 FEWEST_BLOCKS = 6
 """Of fewer pairs, no two values enclose the median in 95% of the cases (sign test)."""
 _UNKNOWN = (
-    f"Its cost is not known: fewer than {FEWEST_BLOCKS} blocks of detailed steps have plain steps on "
-    "both sides."
+    f"Its cost is not known: fewer than {FEWEST_BLOCKS} blocks of detailed steps have plain steps "
+    "on both sides."
 )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.memory.growth import measure_memory_growth
+from fsdp_inspect.analysis.memory.growth import find_growth
 from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.formatting import (
@@ -362,11 +362,12 @@ def _measure_trust(run: RunSource) -> Trust:
     member = inspected_rank(run)
     is_typical = np.isin(member.steps, member.typical_steps) if member else np.zeros(0, np.bool_)
     times = member.step_time_ns[is_typical].tolist() if member else []
+    growth = find_growth(run)
     return Trust(
         run_id=manifest.run_id,
         run_delay=find_run_delay(run, _few_ranks(run)),
         paging=_find_paging(run, _few_ranks(run)),
-        growth_bytes_per_step=_find_growth(run),
+        growth_bytes_per_step=growth.growth_bytes_per_step if growth else None,
         missing_ranks=tuple(rank for rank in everyone if rank not in here),
         spread_ratio=half_range_ratio(times),
         num_steps=len(times),
@@ -427,14 +428,6 @@ def _increase(
     passed = int(samples.time_ns[last] - samples.time_ns[first])
     rise = int(values[last] - values[first])
     return (rise, passed) if passed > 0 and rise >= 0 else None
-
-
-def _find_growth(run: RunSource) -> float | None:
-    try:
-        found = measure_memory_growth(run)
-    except StoreError:
-        return None
-    return None if found is None else found.growth_bytes_per_step
 
 
 def _find_paging(run: RunSource, ranks: Sequence[int]) -> Paging | None:

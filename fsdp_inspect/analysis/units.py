@@ -120,20 +120,6 @@ def _collective_columns(kind: str) -> tuple[Column, ...]:
     )
 
 
-COLLECTIVES_TABLE = TableSpec(
-    "Collectives of the unit in the typical step",
-    (
-        metric_column("count_per_step", label="per step"),
-        metric_column("bytes"),
-        number_column("group_size", "Ranks of the process group.", label="ranks"),
-        metric_column("duration_ns"),
-        metric_column("exposed_ns", label="exposed per step"),
-        metric_column("bus_bytes_per_s"),
-    ),
-)
-"""The columns of `UnitCollective`."""
-
-
 @dataclass(frozen=True, slots=True)
 class UnitKindCost:
     """The collectives of one kind of one unit, as a row of `UnitCosts.COLLECTIVES`."""

@@ -164,7 +164,7 @@ def _refusal(run: RunSource, found: OutOfMemory) -> NoPlans | None:
         return NoPlans.IMPORTED
     if record.limit_bytes is None:
         return NoPlans.NO_LIMIT
-    if found.leak and found.leak_bytes_per_step:
+    if found.leak and found.steady is not None:
         return NoPlans.LEAK
     if record.phase == Phase.EVALUATION.label:
         return NoPlans.NOT_TRAINING

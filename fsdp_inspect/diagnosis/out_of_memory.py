@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+from fsdp_inspect.analysis.memory.growth import MemoryGrowth, find_growth
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction, predict_reserved
-from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory
 from fsdp_inspect.trace.live_memory import (
     MEMORY_SNAPSHOT,
@@ -28,8 +27,6 @@ _RESTING = {
 }
 _FEWEST_STEPS = 3
 """The smallest number of steps between two moments that shows a leak."""
-_STEADY_RATIO = 0.75
-"""The fraction of steps in which memory grows under a leak."""
 _SMALLEST_GROWTH = 0.01
 """Growth below this fraction of the live bytes is not listed."""
 
@@ -87,9 +84,9 @@ class OutOfMemory:
     leak: tuple[Growth, ...]
     """Memory that was live at the start of the failed step, but not at the start of an early
     step."""
-    leak_bytes_per_step: int | None
-    """The median growth between steps, if memory grew in most steps; None: it did not, or the
-    growth is unknown. A single rise, such as a cache that fills, is no leak."""
+    steady: MemoryGrowth | None
+    """The growth from step to step; None: it is not significant, or unknown. A single rise, such as
+    a cache that fills, is no leak."""
     fragmented_bytes: int | None
     """Reserved - allocated bytes; None: the allocator does not reserve memory."""
     unsharded_elsewhere_bytes: int
@@ -162,7 +159,7 @@ def _read(run: RunSource, record: OutOfMemoryRecord) -> OutOfMemory:
         growth=None if then is None else tuple(_grown(live, then.live)),
         grown_bytes=None if then is None else total - then.bytes,
         leak=tuple(_leak(record)),
-        leak_bytes_per_step=_leak_per_step(record.resting_bytes),
+        steady=find_growth(run, rank=record.rank),
         fragmented_bytes=None
         if reserved is None or allocated is None
         else max(reserved - allocated, 0),
@@ -183,15 +180,6 @@ def _leak(record: OutOfMemoryRecord) -> Iterable[Growth]:
     if before is None or now is None or now.step - before.step < _FEWEST_STEPS:
         return ()
     return _grown(now.live, before.live)
-
-
-def _leak_per_step(resting: Sequence[int]) -> int | None:
-    """The median growth from step to step; None unless most steps end higher than the last one."""
-    growth = [after - before for before, after in pairwise(resting)]
-    if len(growth) < _FEWEST_STEPS:
-        return None
-    is_steady = sum(each > 0 for each in growth) >= _STEADY_RATIO * len(growth)
-    return round(median(growth) or 0) or None if is_steady else None
 
 
 def _fill(

@@ -15,6 +15,7 @@ from fsdp_inspect.analysis.memory.growth import MIN_STEPS, MemoryGrowth
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.peak import Memory, PeakMoment, RankMemory
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction
+from fsdp_inspect.analysis.verdict.words import describe_when_full
 from fsdp_inspect.formatting import format_bytes, format_category, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import new_table, render_table, section
@@ -179,14 +180,10 @@ def describe_growth(growth: MemoryGrowth | None) -> str:
         )
     if not growth.grows:
         return f"Memory does not grow {of_steps}."
-    full = ""
-    if growth.steps_until_full == 0:
-        full = " The memory is full."
-    elif growth.steps_until_full is not None:
-        full = f" The device is full after at most {growth.steps_until_full:,} more steps."
     return (
         f"Memory grows by {format_metric('growth_bytes_per_step', growth.growth_bytes_per_step)} "
-        f"per step {of_steps} (p = {growth.p_value:.2g}). Some storages are never freed.{full}"
+        f"per step {of_steps} (p = {growth.p_value:.2g}). Some storages are never freed."
+        f"{describe_when_full(growth)}"
     )
 
 

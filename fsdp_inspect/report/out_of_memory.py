@@ -110,9 +110,9 @@ def _leak(found: OutOfMemory) -> Iterator[str]:
 
 
 def _per_step(found: OutOfMemory) -> str:
-    if not found.leak_bytes_per_step:
+    if found.steady is None:
         return " The run does not show whether each step adds to it."
-    return f" Each step leaves {format_bytes(found.leak_bytes_per_step)} allocated."
+    return f" Each step leaves {format_bytes(found.steady.growth_bytes_per_step)} allocated."
 
 
 def _largest(rows: Sequence[LiveBytes]) -> str:
@@ -224,12 +224,13 @@ def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
                 f"CPU offload need less.{left_out}"
             )
         case NoPlans.LEAK:
-            place = found.leak[0].place if found.leak else ""
-            line = f" of {shorten_place(place)}" if place else ""
+            steady = found.steady
+            line = f" of {shorten_place(steady.place)}" if steady and steady.place else ""
+            amount = format_bytes(steady.growth_bytes_per_step if steady else None)
             return (
-                f"No plan fits for long: each step leaves "
-                f"{format_bytes(found.leak_bytes_per_step)} allocated. Stop keeping the tensors"
-                f"{line} over steps: keep a number (`.item()`) or a detached copy, or delete them."
+                f"No plan fits for long: each step leaves {amount} allocated. Stop keeping the "
+                f"tensors{line} over steps: keep a number (`.item()`) or a detached copy, or "
+                "delete them."
             )
         case NoPlans.FIRST_STEP:
             return (

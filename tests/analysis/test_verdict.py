@@ -4,13 +4,13 @@ import pytest
 
 from fsdp_inspect.analysis.batch_work import UnevenWork
 from fsdp_inspect.analysis.host_stops import HostStopCost
+from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.placement import FarDevice, SharedCores
 from fsdp_inspect.analysis.trust import RunDelay, Trust
 from fsdp_inspect.analysis.verdict import (
     COMPARE_PLANS,
     HighestMoment,
     Limit,
-    MemoryGrowthFacts,
     OtherPart,
     StepFacts,
     Straggler,
@@ -18,6 +18,7 @@ from fsdp_inspect.analysis.verdict import (
     give_rank_verdict,
     give_verdict,
 )
+from fsdp_inspect.report.memory_wording import describe_growth
 
 MS = 1_000_000
 GIB, MIB = 1 << 30, 1 << 20
@@ -93,9 +94,7 @@ def without_cores(ratio):
 
 
 def growth(bytes_per_step=1 << 20, steps_until_full=500):
-    return MemoryGrowthFacts(
-        rank=3, bytes_per_step=bytes_per_step, steps_until_full=steps_until_full
-    )
+    return MemoryGrowth(3, 20, 1, 2, True, bytes_per_step, 0.001, "", steps_until_full)
 
 
 @pytest.mark.parametrize(
@@ -555,6 +554,22 @@ def test_memory_that_creeps_up_says_when_the_device_is_full():
         "from step to step."
     )
     assert ".detach()" in verdict.next_steps[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        (None, ""),
+        (0, " The memory is full."),
+        (1, " The device is full after at most 1 more step."),
+        (2500, " The device is full after at most 2,500 more steps."),
+    ],
+)
+def test_the_verdict_and_the_memory_report_say_alike_when_the_device_is_full(steps, sentence):
+    found = growth(bytes_per_step=1 << 30, steps_until_full=steps)
+    assert describe_growth(found).endswith(f"never freed.{sentence}")
+    verdict = give_verdict(facts(growth=found, peak_allocated_bytes=1 << 33))
+    assert f"than the step before.{sentence} Steady growth" in verdict.why
 
 
 def test_the_causes_of_waits_are_part_of_the_why():

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from fsdp_inspect_app.timeline.details import tell_event, tell_origin, tell_wait
+from fsdp_inspect_app.app_pages.timeline.frames import tell_event, tell_origin, tell_wait
 
 from fsdp_inspect.analysis.step_waits import EventFacts
 

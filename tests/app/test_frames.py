@@ -10,18 +10,19 @@ import pytest
 from fsdp_inspect_app.app_pages.overview.frames import frame_breakdown
 from fsdp_inspect_app.app_pages.runs.frames import STEP_TIMES_COLUMN, frame_runs
 from fsdp_inspect_app.app_pages.timeline.frames import frame_spans
-from fsdp_inspect_app.app_pages.units.charts import frame_collectives
 from fsdp_inspect_app.catalog_reading import KnownRuns
 from fsdp_inspect_app.tables import frame_of, gb_per_s, mib, ms, to_csv
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
 from fsdp_inspect import result_types
+from fsdp_inspect.analysis.memory.overview import MemoryOverview
+from fsdp_inspect.analysis.memory.peak import CategoryBytes
 from fsdp_inspect.analysis.summary import measure_summary
-from fsdp_inspect.analysis.units import COLLECTIVES_TABLE, UnitCosts
+from fsdp_inspect.analysis.units import UnitCosts
 from fsdp_inspect.metrics import find_metric
 from tests.app.synthetic import MESSAGE_BYTES, make_run
 
-ALL_TABLES = [COLLECTIVES_TABLE] + [
+ALL_TABLES = [
     getattr(result_types, name).TABLE
     for name in result_types.__all__
     if hasattr(getattr(result_types, name), "TABLE")
@@ -71,10 +72,9 @@ def test_no_table_declares_two_columns_with_one_header():
         assert len(set(headers)) == len(headers), spec.title
 
 
-def test_a_unit_shows_only_the_collectives_that_it_has(digest):
-    frame = frame_collectives(digest.units[1])
-    assert frame["collective"].tolist() == ["all-gather", "reduce-scatter"]
-    assert frame["per step"].tolist() == [2, 1]
+def test_a_table_has_texts_as_people_read_them():
+    frame = frame_of(MemoryOverview.CATEGORIES, [CategoryBytes("all_gather_buffer", 1 << 20)])
+    assert frame.to_dict("records") == [{"category": "all-gather buffer", "at the peak (MiB)": 1.0}]
 
 
 def test_spans_as_a_table_have_one_row_a_span_and_mark_what_does_not_travel(run):

@@ -3,8 +3,12 @@
 import io
 
 import pytest
-from fsdp_inspect_app.app_pages.imports.sources import SourceKind, find_source, list_sources
-from fsdp_inspect_app.app_pages.imports.uploads import keep_uploads
+from fsdp_inspect_app.app_pages.imports.sources import (
+    SourceKind,
+    find_source,
+    keep_uploads,
+    list_sources,
+)
 
 from fsdp_inspect.errors import StoreError
 from tests.app.synthetic import make_run, write_run

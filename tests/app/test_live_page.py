@@ -48,7 +48,7 @@ def test_a_plain_step_shows_the_last_exposed_time_and_offers_detail(open_app, tm
     assert "Step 4 took 1.00 µs." in read(app)
     assert "It is a plain step" in read(app)
     assert app.metric[2].value.replace("\\", "") == "20%"
-    [button] = [each for each in app.button if each.label == "Record the next steps in detail"]
+    [button] = [each for each in app.button if each.label == "Record in detail"]
     button.click().run()
     assert not app.exception
     assert (tmp_path / "now" / DETAIL_REQUEST_FILE).exists()

@@ -184,3 +184,12 @@ def test_the_live_memory_is_a_flame_of_units_lines_and_categories():
     edges = [{edge for bar in row.bars for edge in (bar.start, bar.end)} for row in bars.rows]
     assert edges[0] <= edges[1] <= edges[2]
     assert category.bars[1].tip == "layers.0, model.py:7, temporary: 1.00 MiB"
+
+
+def test_long_names_in_a_flame_lose_the_prefix_that_they_share():
+    rows = tuple(
+        LiveRow(f"model.decoder.layers.{at}", "activation", "", 1 << 20) for at in range(2)
+    )
+    ((_, bars),) = draw_instant(LiveInstant(0, 3, 0, "", 2 << 20, rows, ())).definitions
+    assert [bar.text for bar in bars.rows[0].bars] == ["...layers.0", "...layers.1"]
+    assert bars.rows[0].bars[0].tip == "model.decoder.layers.0: 1.00 MiB"

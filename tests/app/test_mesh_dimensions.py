@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from fsdp_inspect_app.app_pages.compare.charts import frame_compared_dimensions
+from fsdp_inspect_app.app_pages.compare.charts import frame_changes
 from fsdp_inspect_app.app_pages.ranks.charts import draw_mesh_grid, frame_mesh_grid
 from fsdp_inspect_app.timeline.payload import lane_label
 from fsdp_inspect_app.timeline.tracks import build_timeline
@@ -83,8 +83,11 @@ def test_a_comparison_has_a_row_for_each_dimension(run):
     exposed = next(row for row in comparison.metrics if row.name == "exposed_ns")
     for side, value in enumerate(exposed.values):
         assert sum(row.values_ns[side] for row in comparison.dimensions) == value
-    frame = frame_compared_dimensions(comparison.dimensions, ["A", "B"])
-    assert frame["dimension"].tolist() == [row.name for row in comparison.dimensions]
+    rows = [(row.name, row.values_ns, row.changes_ns) for row in comparison.dimensions]
+    frame = frame_changes("dimension", "ms", rows, ["A", "B"])
+    assert list(frame.columns) == ["dimension", "A (ms)", "B (ms)", "change to B (ms)"]
+    change = frame["B (ms)"] - frame["A (ms)"]
+    assert frame["change to B (ms)"].dropna().tolist() == pytest.approx(change.dropna().tolist())
 
 
 def test_each_dimension_outside_fsdp_has_a_lane():

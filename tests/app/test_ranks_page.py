@@ -90,7 +90,7 @@ def test_a_damaged_run_shows_what_there_is(shown, run):
 def test_the_table_of_the_map_is_sent_only_once_it_is_opened(open_app):
     app = open_app(SAMPLES, "ranks", run=SAMPLE)
     before = len(app.dataframe)
-    app.session_state["rank-grid-panel"] = True
+    app.session_state["table-rank-grid"] = True
     frames = [one.value for one in app.run().dataframe]
     assert len(frames) == before + 1
     assert any("step 24 (ms)" in frame for frame in frames)

@@ -137,10 +137,6 @@ def test_the_peak_is_one_number(pages: Pages) -> None:
     assert run["peak allocated (MiB)"] == mib
     for page in ("overview", "memory"):
         assert pages.metrics(page)["Peak allocated"][0] == peak
-    assert (
-        pages.frames("overview", "category", "at the peak (MiB)")[0]["at the peak (MiB)"].sum()
-        == mib
-    )
     assert pages.frames("memory", "unit", "at the peak (MiB)")[0]["at the peak (MiB)"].sum() == mib
     ranks = pages.row("memory", "rank", memory.peak_rank, "peak allocated (MiB)")
     assert ranks["peak allocated (MiB)"] == mib

@@ -7,7 +7,9 @@ from fsdp_inspect_app import wording
 
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.rank_waits import measure_rank_waits
+from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.analysis.summary import measure_summary
+from fsdp_inspect.report.wording import describe_provenance
 from tests.app.synthetic import make_manifest, make_run
 
 HOSTILE = "a*b_c [x](http://e) <b>d</b> `e` $f$ :red[g] # h ~i~ | \\"
@@ -51,7 +53,7 @@ def test_a_name_in_code_has_a_fence_longer_than_its_backticks(name, expected):
 
 
 def test_a_plan_is_put_into_a_few_words():
-    assert wording.describe_sharding(make_manifest()) == "10 units, reshard after forward, bfloat16"
+    assert describe_sharding(make_manifest()) == "10 units, reshard after forward, bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_a_plan_says_what_happens_after_forward(reshard, expected):
         unit if unit.is_root else unit.model_copy(update={"reshard_after_forward": reshard})
         for unit in manifest.units
     ]
-    assert expected in wording.describe_sharding(manifest.model_copy(update={"units": units}))
+    assert expected in describe_sharding(manifest.model_copy(update={"units": units}))
 
 
 def test_numbers_obtained_alike_are_said_to_be_in_one_word():
@@ -78,9 +80,7 @@ def test_numbers_obtained_alike_are_said_to_be_in_one_word():
         memory=None,
         blocks_host=False,
     )
-    assert wording.describe_provenance(provenance, "step", "all_gather", "data") == (
-        "Recorded, measured."
-    )
+    assert describe_provenance(provenance, "step", "all_gather", "data") == ("Recorded, measured.")
 
 
 def test_numbers_obtained_in_several_ways_are_listed_by_way():
@@ -90,7 +90,7 @@ def test_numbers_obtained_in_several_ways_are_listed_by_way():
         memory=None,
         blocks_host=False,
     )
-    assert wording.describe_provenance(provenance, "forward", "all_gather") == (
+    assert describe_provenance(provenance, "forward", "all_gather") == (
         "Emulated; measured: forward; inferred and host-blocking: all-gather."
     )
 

@@ -142,6 +142,31 @@ _COVERED = """() => [...document.querySelectorAll("[data-testid=stMain] [data-te
   .map((heading) => heading.textContent)"""
 
 
+_BROKEN = """() => [...document.querySelectorAll("[data-testid=stMetric]")].flatMap((metric) => {
+    const right = metric.getBoundingClientRect().right;
+    const texts = document.createTreeWalker(metric, NodeFilter.SHOW_TEXT);
+    const found = [];
+    while (texts.nextNode()) {
+      const node = texts.currentNode;
+      for (const word of node.data.matchAll(/[^\\s]+/g)) {
+        const range = document.createRange();
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        const boxes = [...range.getClientRects()];
+        if (new Set(boxes.map((box) => Math.round(box.top))).size > 1
+            || boxes.some((box) => box.right > right)) found.push(word[0]);
+      }
+    }
+    return found;
+  })"""
+
+
+def broken_words(page: Page) -> list[str]:
+    """The words of key numbers that break, or that reach out of their tile."""
+    found: list[str] = page.evaluate(_BROKEN)
+    return found
+
+
 def covered_titles(page: Page) -> list[str]:
     """The titles that the next element of the page covers."""
     found: list[str] = page.evaluate(_COVERED)

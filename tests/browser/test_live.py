@@ -61,3 +61,16 @@ def test_an_open_figure_stays_while_the_run_grows(live, tab):
     assert figure.is_visible()
     dashboard.page.keyboard.press("Escape")
     dashboard.page.get_by_role("dialog").wait_for(state="detached")
+
+
+@pytest.mark.slow
+def test_the_actions_are_in_one_row_of_a_narrow_window(live, tab, tmp_path):
+    address, _ = live
+    create_run(tmp_path / "runs" / "plain", make_manifest(run_id="plain"))
+    writer = write_steps(tmp_path / "runs" / "plain", 0, num_plain=2, run_id="plain")
+    dashboard = tab(address, width=900)
+    dashboard.open("live", run="plain")
+    buttons = dashboard.page.locator(".st-key-live-actions").get_by_role("button").all()
+    assert len(buttons) >= 3
+    assert len({round(button.bounding_box()["y"]) for button in buttons}) == 1
+    writer.close(RunStatus.COMPLETE)

@@ -7,7 +7,7 @@ from fsdp_inspect.report.memory_wording import headline_memory
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
 from tests.app.synthetic import make_run, write_run
-from tests.browser.conftest import serve
+from tests.browser.conftest import broken_words, serve
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -68,23 +68,21 @@ def test_a_click_on_the_curve_chooses_an_instant_that_a_link_keeps(server, tab):
 def test_no_word_of_a_key_number_breaks_or_is_clipped_at_1024(odd_server, tab, page):
     dashboard = tab(odd_server, width=1024)
     dashboard.open(page, run="failed")
-    broken = dashboard.page.evaluate(
-        """() => [...document.querySelectorAll("[data-testid=stMetric]")].flatMap((metric) => {
-            const right = metric.getBoundingClientRect().right;
-            const texts = document.createTreeWalker(metric, NodeFilter.SHOW_TEXT);
-            const found = [];
-            while (texts.nextNode()) {
-              const node = texts.currentNode;
-              for (const word of node.data.matchAll(/[^\\s]+/g)) {
-                const range = document.createRange();
-                range.setStart(node, word.index);
-                range.setEnd(node, word.index + word[0].length);
-                const boxes = [...range.getClientRects()];
-                if (new Set(boxes.map((box) => Math.round(box.top))).size > 1
-                    || boxes.some((box) => box.right > right)) found.push(word[0]);
-              }
-            }
-            return found;
-          })"""
+    assert broken_words(dashboard.page) == []
+
+
+def test_labels_are_beside_their_line_and_inside_their_boxes(server, tab):
+    dashboard = tab(server, width=900)
+    dashboard.open("memory", run=SAMPLE)
+    card = dashboard.page.locator(".st-key-card-memory-step")
+    label, line = (
+        card.locator(one).bounding_box() for one in (".chart-mark span", ".chart-chosen")
     )
-    assert broken == []
+    assert not label["x"] <= line["x"] <= label["x"] + label["width"]
+    spilled = dashboard.page.evaluate(
+        """() => [...document.querySelectorAll(".st-key-card-memory-instant .chart-fill > span")]
+          .filter((label) => label.scrollWidth > label.clientWidth
+                             && getComputedStyle(label).textOverflow !== "ellipsis")
+          .map((label) => label.textContent)"""
+    )
+    assert spilled == []

@@ -47,6 +47,18 @@ def test_one_units_page_shows_all_there_is_of_it(states_server, tab, run):
         assert title in text
 
 
+def test_no_card_of_a_unit_is_half_empty(server, tab):
+    dashboard = tab(server, width=1440)
+    dashboard.open("units", run="tiny-2-ranks", unit="layers.1")
+    empty = dashboard.page.evaluate(
+        """() => [...document.querySelectorAll("[class*='st-key-card-unit']")].map((card) => {
+            const bottom = card.lastElementChild.getBoundingClientRect().bottom;
+            return [card.className, card.getBoundingClientRect().bottom - bottom];
+          }).filter(([, room]) => room > 60)"""
+    )
+    assert empty == []
+
+
 def test_a_click_on_a_name_opens_the_unit_and_its_neighbours_follow(states_server, tab):
     dashboard = tab(states_server)
     dashboard.open("units", run="recorded")

@@ -11,6 +11,7 @@ from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import simulate_plan
 from fsdp_inspect.store.folder import list_runs
 from fsdp_inspect.store.reader import open_run
+from tests.browser.conftest import broken_words
 from tests.browser.settling import settle
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -96,3 +97,12 @@ def test_the_answer_stays_visible_beside_the_last_control(server, tab, entry, wi
     box = dashboard.page.locator(".st-key-headline").bounding_box()
     assert 0 <= box["y"] < 200
     assert dashboard.page.get_by_test_id("stMetricValue").first.is_visible()
+
+
+def test_the_numbers_stay_in_one_row_of_a_narrow_window(server, tab, entry):
+    dashboard = tab(server, width=900)
+    dashboard.open("what_if", run=entry.id)
+    tiles = dashboard.page.locator(".st-key-pinned-answer [data-testid=stMetric]").all()
+    assert len(tiles) == 4
+    assert len({round(tile.bounding_box()["y"]) for tile in tiles}) == 1
+    assert broken_words(dashboard.page) == []

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from fsdp_inspect.advice.run_advice import FoundPlans
+from fsdp_inspect.analysis.memory.growth import measure_memory_growth
 from fsdp_inspect.diagnosis.diagnose import diagnose, with_plans
 from fsdp_inspect.diagnosis.fitting_plans import NoPlans, PlanSearch, search_plans
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory, read_out_of_memory
@@ -166,6 +167,32 @@ def test_a_step_that_held_the_same_has_no_growth() -> None:
     same = THEN.model_copy(update={"live": LIVE, "bytes": 84 * MIB, "phase": "backward"})
     text = " ".join(describe_memory_at_failure(read(report(reference=same))))
     assert "Nothing grew since step 4, which held 84.0 MiB at its peak." in text
+
+
+@pytest.mark.parametrize(("num_steps", "is_leak"), [(5, False), (8, True)])
+def test_a_leak_is_the_growth_that_all_commands_state(num_steps: int, is_leak: bool) -> None:
+    """Five rising steps are too few for a firm answer: by chance, p is 0.017."""
+    before = LiveMoment(step=1, phase="outside", unit=-1, bytes=44 * MIB, live=THEN.live)
+    now = LiveMoment(step=5, phase="outside", unit=-1, bytes=84 * MIB, live=LIVE)
+    record = report(
+        resting_bytes=[(10 + step) * MIB for step in range(num_steps)],
+        resting_before=before,
+        resting_now=now,
+    )
+    run = run_with(record)
+    found = read_out_of_memory(run, [1])
+    assert found is not None
+    assert found.leak
+    assert found.steady == (measure_memory_growth(run) if is_leak else None)
+    text = " ".join(describe_memory_at_failure(found))
+    searched = search_plans(run, found, name_file=str)
+    if is_leak:
+        assert "Each step leaves 1.00 MiB allocated." in text
+        [said] = describe_fitting_plans(found, searched)
+        assert "Stop keeping the tensors of net.py:8 over steps" in said
+    else:
+        assert "The run does not show whether each step adds to it." in text
+        assert searched.reason is NoPlans.FIRST_STEP
 
 
 def test_fragmentation_is_stated_if_no_free_block_holds_the_request() -> None:

@@ -217,7 +217,7 @@ def test_memory_that_rises_once_is_no_leak(one_rank: None, tmp_path: Path) -> No
     found = Run(open_run(tmp_path / "run")).diagnose().out_of_memory
     assert found is not None
     assert found.leak
-    assert found.leak_bytes_per_step is None
+    assert found.steady is None
 
 
 class Opaque(torch.Tensor):

@@ -123,9 +123,7 @@ def _passes(tracks: TrackSet, drawn: DrawnRank) -> list[tuple[_Pass, _Stretch]]:
 
 
 def _spans(tracks: TrackSet, drawn: DrawnRank) -> Iterator[tuple[_Pass | None, int, int]]:
-    names = dict(
-        zip((unit.index for unit in tracks.manifest.units), tracks.unit_names, strict=True)
-    )
+    names = tracks.names
     lanes = np.array([lane.track for lane in drawn.layout.lanes])
     spans = drawn.layout.timed_spans
     spans = spans.where(lanes[spans.lane] == Track.CLOCK)

@@ -6,7 +6,7 @@ times. Between two readings, the counters give at most the highest value
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,14 +53,7 @@ class MemoryCurve:
 
     def at(self, positions: NDArray[np.int64]) -> "MemoryCurve":
         """Some of the readings."""
-        return MemoryCurve(
-            time_ns=self.time_ns[positions],
-            allocated=self.allocated[positions],
-            highest=self.highest[positions],
-            reserved=self.reserved[positions],
-            unit=self.unit[positions],
-            phase=self.phase[positions],
-        )
+        return MemoryCurve(*(getattr(self, one.name)[positions] for one in fields(self)))
 
     def thinned(self, start_ns: int, end_ns: int, most: int) -> "MemoryCurve":
         """Select the readings of a window and one on either side; of many, the highest ones.

@@ -343,10 +343,6 @@ def _thin_curves(tracks: Tracks, view: View) -> list[_LanedCurve]:
 def _describe_curve(
     lane: int, curve: MemoryCurve, thinned: MemoryCurve, member: TrackSet
 ) -> dict[str, Any]:
-    names = {
-        unit.index: name
-        for unit, name in zip(member.manifest.units, member.unit_names, strict=True)
-    }
     peak = curve.peak
     return {
         "lane": lane,
@@ -355,7 +351,7 @@ def _describe_curve(
         "has_reserved": bool(curve.reserved.max() >= 0),
         "peak_ns": int(curve.time_ns[peak]),
         "peak_bytes": int(curve.highest[peak]),
-        "peak_unit": names.get(int(curve.unit[peak]), "outside all units"),
+        "peak_unit": member.names.get(int(curve.unit[peak]), "outside all units"),
         "peak_phase": Phase(int(curve.phase[peak])).label,
     }
 

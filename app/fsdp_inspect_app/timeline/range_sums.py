@@ -170,9 +170,7 @@ def _kinds(by_look: Mapping[int, int], *, is_on_clock: bool) -> list[KindSum]:
 def _sum_units(
     tracks: TrackSet, drawn: DrawnRank, on_clock: Spans, in_flight: Spans
 ) -> tuple[UnitSum, ...]:
-    names = dict(
-        zip((unit.index for unit in tracks.manifest.units), tracks.unit_names, strict=True)
-    )
+    names = tracks.names
     owners, travelling = drawn.events.unit[on_clock.event], drawn.events.unit[in_flight.event]
     is_compute, is_exposed = np.isin(on_clock.look, _COMPUTE), np.isin(on_clock.look, _EXPOSED)
     rows = [

@@ -125,6 +125,11 @@ class TrackSet:
         """The names in the order of the manifest's units."""
         return [format_unit(unit.fqn) for unit in self.manifest.units]
 
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of the units by their indices in the run."""
+        return dict(zip((unit.index for unit in self.manifest.units), self.unit_names, strict=True))
+
     def parse(self, query: str) -> Search | None:
         """Parse a search; None for an empty text."""
         return parse_search(query, [look.label for look in LOOKS], self.unit_names)

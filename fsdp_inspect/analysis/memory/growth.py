@@ -4,7 +4,8 @@ A step should end with as much allocated memory as it starts with. The memory at
 step after warm-up is tested for a trend by Mann-Kendall (Kendall's tau with the step number: only
 the order counts, so one outlier has no effect). The slope is that of Theil and Sen (the median of
 the slopes between all pairs of steps: up to 29% of the steps can be outliers). A single rise, for
-example when a cache fills, has a median slope of 0 and is not growth.
+example when a cache fills, is not growth: wherever the steps are split in two, memory must rise
+inside the parts, too.
 
 A limit of memory without a device ends a run after few samples of its memory, but its report holds
 the live bytes after each of the last steps. If the samples are too few, those bytes are tested.
@@ -13,7 +14,7 @@ Sources: Mann (1945) and Kendall (1975) for the test; Sen (1968) and Theil (1950
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.memory.peak import memory_parts, memory_statistics
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.codes import Statistic, StepPart
 from fsdp_inspect.trace.live_memory import OutOfMemoryRecord
 from fsdp_inspect.trace.run import RunSource, RunStatus
@@ -34,6 +36,12 @@ _MOST_FAILED = 8
 _MOST_STEPS = 512
 """The highest number of tested steps. Longer runs are sampled evenly, because the test computes the
 slopes of all pairs."""
+
+
+_PARTS = 8
+"""The steps are split after each of these equal parts, to find a single rise."""
+_LEAST_RATIO = 0.1
+"""The least median slope inside both parts, as a fraction of the slope over all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +83,21 @@ def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryG
     return remember(run, ("memory growth", rank), partial(_measure, run, rank))
 
 
+def find_growth(run: RunSource, *, rank: int | None = None) -> MemoryGrowth | None:
+    """The growth of `measure_memory_growth`; None if memory does not grow, or cannot be read."""
+    try:
+        found = measure_memory_growth(run, rank=rank)
+    except StoreError:
+        return None
+    return found if found is not None and found.grows else None
+
+
 def _measure(run: RunSource, rank: int | None) -> MemoryGrowth | None:
     found = _measure_samples(run, rank)
-    if found is not None and found.grows is not None:
-        return found
-    return _measure_failure(run, rank) or found
+    if found is None or found.grows is None:
+        return _measure_failure(run, rank) or found
+    failed = run.out_of_memory(found.rank) if found.grows else None
+    return found if failed is None else replace(found, place=_grown_place(failed))
 
 
 def _measure_failure(run: RunSource, rank: int | None) -> MemoryGrowth | None:
@@ -167,7 +185,7 @@ def _find_largest_rise(firsts: StatisticsTable, lasts: StatisticsTable) -> int |
 
 
 def _test(steps: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[float, float] | None:
-    """Return the median slope in bytes per step, and the p-value of the trend."""
+    """Return the median slope in bytes per step, 0 for a single rise, and the trend's p-value."""
     if len(steps) < MIN_STEPS:
         return None
     if np.all(values == values[0]):
@@ -177,8 +195,12 @@ def _test(steps: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[float, f
     thinned = np.unique(np.linspace(0, len(steps) - 1, _MOST_STEPS, dtype=np.int64))
     x, y = steps[thinned], values[thinned]
     low, high = np.triu_indices(len(x), k=1)
-    slope = float(np.median((y[high] - y[low]) / (x[high] - x[low])))
-    return slope, float(stats.kendalltau(x, y).pvalue)
+    slopes = (y[high] - y[low]) / (x[high] - x[low])
+    splits = np.linspace(0, len(x), _PARTS + 1, dtype=np.int64)[1:-1]
+    medians = [np.median(slopes[(low < split) == (high < split)]) for split in splits.tolist()]
+    slope = float(np.median(slopes))
+    is_single_rise = slope > 0 and min(medians) < _LEAST_RATIO * slope
+    return 0.0 if is_single_rise else slope, float(stats.kendalltau(x, y).pvalue)
 
 
 def _steps_until_full(

@@ -46,7 +46,6 @@ from fsdp_inspect.analysis.verdict.facts import (
     STRAGGLER_RATIO,
     HighestMoment,
     Limit,
-    MemoryGrowthFacts,
     OtherPart,
     SlowGroup,
     StepFacts,
@@ -68,7 +67,6 @@ __all__ = [
     "UNKNOWN",
     "HighestMoment",
     "Limit",
-    "MemoryGrowthFacts",
     "OtherPart",
     "RankVerdict",
     "SlowGroup",
@@ -222,5 +220,5 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "backward_order_ns": facts.backward_order_ns,
         "root_gather_ns": facts.root_gather_ns,
         "latency_ns": facts.latency_ns,
-        "growth_bytes_per_step": growth.bytes_per_step if growth else None,
+        "growth_bytes_per_step": growth.growth_bytes_per_step if growth else None,
     }

@@ -7,6 +7,7 @@ from enum import StrEnum
 from fsdp_inspect.analysis.batch_work import UnevenWork
 from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.kernels import Kernels
+from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.placement import FarDevice, SharedCores
 from fsdp_inspect.analysis.trust import CORES_RATIO, Trust
 from fsdp_inspect.analysis.wait_causes import Cause
@@ -120,18 +121,6 @@ class SlowGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryGrowthFacts:
-    """Growth of the memory that is allocated at the end of a step."""
-
-    rank: int
-    bytes_per_step: float
-    steps_until_full: int | None
-    """Steps until the device is full; None if its memory is unknown (CPU)."""
-    place: str = ""
-    """The line that allocates it, `file:line`; empty: unknown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
     """The numbers of one typical step behind a verdict."""
 
@@ -196,7 +185,7 @@ class StepFacts:
     trust: Trust = field(default_factory=Trust)
     straggler: Straggler | None = None
     slow_group: SlowGroup | None = None
-    growth: MemoryGrowthFacts | None = None
+    growth: MemoryGrowth | None = None
     collection_ns: int = 0
     """Garbage collections in the step. They are part of other times, such as `other_ns`."""
     between_ns: int = 0
@@ -447,9 +436,9 @@ def _part_of_communication(facts: StepFacts, limit: Limit) -> Limit:
 
 def _creeps(facts: StepFacts) -> bool:
     growth = facts.growth
-    if growth is None:
+    if growth is None or growth.growth_bytes_per_step is None:
         return False
     if growth.steps_until_full is not None:
         return growth.steps_until_full <= CREEP_STEPS
     peak = facts.peak_allocated_bytes
-    return bool(peak) and growth.bytes_per_step >= CREEP_RATIO * (peak or 0)
+    return bool(peak) and growth.growth_bytes_per_step >= CREEP_RATIO * (peak or 0)

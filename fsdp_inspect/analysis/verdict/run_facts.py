@@ -26,7 +26,6 @@ from fsdp_inspect.analysis.trust import Trust
 from fsdp_inspect.analysis.verdict import (
     UNKNOWN,
     HighestMoment,
-    MemoryGrowthFacts,
     OtherPart,
     RankVerdict,
     SlowGroup,
@@ -43,7 +42,6 @@ from fsdp_inspect.analysis.verdict.facts import OVERSIZED_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.statistics import median
-from fsdp_inspect.store.reduction.order_wording import shorten_place
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SharderTraits, traits_of
@@ -174,7 +172,7 @@ def _facts_of_run(answers: Answers, facts: StepFacts, step: StepBreakdown) -> St
         device_ratio=memory.device_ratio,
         fragmentation_ratio=allocator.fragmentation_ratio if allocator else None,
         num_alloc_retries=allocator.num_alloc_retries if allocator else None,
-        growth=_growth(answers.growth),
+        growth=answers.growth,
         highest=_highest(memory),
         contradiction=plan_check.sentence if plan_check and contradicts else None,
     )
@@ -291,17 +289,6 @@ def _has_gathers(answers: Answers) -> bool:
     if manifest.knows_fsdp:
         return any(row.num_units for row in gathers)
     return any(row.phase in _PASSES for row in gathers)
-
-
-def _growth(growth: MemoryGrowth | None) -> MemoryGrowthFacts | None:
-    if growth is None or not growth.grows or growth.growth_bytes_per_step is None:
-        return None
-    return MemoryGrowthFacts(
-        rank=growth.rank,
-        bytes_per_step=growth.growth_bytes_per_step,
-        steps_until_full=growth.steps_until_full,
-        place=shorten_place(growth.place),
-    )
 
 
 def _largest_other(exposed: Exposed) -> OtherPart | None:

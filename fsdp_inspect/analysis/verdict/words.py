@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.kernels import Kernels
+from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.verdict.facts import (
     STRAGGLER_RATIO,
     Limit,
@@ -137,31 +138,38 @@ def _unused_ratio(facts: StepFacts) -> float:
 def _phrase_growth(facts: StepFacts) -> Words:
     growth = facts.growth
     assert growth is not None
-    left = growth.steps_until_full
-    full = "" if left is None else f" The device is full after at most {left} more steps."
-    if left == 0:
-        full = " Its memory is full."
+    place = shorten_place(growth.place)
     because = f"Rank {growth.rank} ends each step with more allocated memory than the step before"
     look = (
         "Look for tensors that outlive their step: a loss accumulated with its graph (use "
         ".item() or .detach()), outputs kept in a list, an unbounded cache."
     )
-    if growth.place:
-        because += f": most of it is allocated at {growth.place}"
+    if place:
+        because += f": most of it is allocated at {place}"
         look = (
-            f"Stop keeping the tensors of {growth.place} over steps: keep a number (.item()) or a "
+            f"Stop keeping the tensors of {place} over steps: keep a number (.item()) or a "
             "detached copy, or delete them."
         )
     return (
-        f"Memory grows by {format_bytes(growth.bytes_per_step)} per step.",
+        f"Memory grows by {format_bytes(growth.growth_bytes_per_step)} per step.",
         f"{because}.",
-        f"{because}.{full} Steady growth means that the training loop keeps tensors from step to "
-        "step.",
+        f"{because}.{describe_when_full(growth)} Steady growth means that the training loop keeps "
+        "tensors from step to step.",
         (
             look,
             "Run `fsdp-inspect show RUN memory` to see the growth.",
         ),
     )
+
+
+def describe_when_full(growth: MemoryGrowth) -> str:
+    """The sentence about the end of growth, with a space before it; empty if it is unknown."""
+    left = growth.steps_until_full
+    if left is None:
+        return ""
+    if left == 0:
+        return " The memory is full."
+    return f" The device is full after at most {plural(left, 'more step')}."
 
 
 def _phrase_input(facts: StepFacts) -> Words:

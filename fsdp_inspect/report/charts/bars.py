@@ -1,6 +1,6 @@
 """Draw horizontal bars: stacked, grouped, diverging, or as intervals on a time axis."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_inspect.metrics import MetricUnit
@@ -115,6 +115,16 @@ def draw_bars(
         f'<div class="chart-axis"><div>{axis}</div></div></div>{draw_legend(bars.legend)}',
         definitions=(("", bars),),
     )
+
+
+def draw_flame(
+    levels: Mapping[str, Iterable[tuple[Look, float, str, str]]],
+    unit: MetricUnit,
+    legend: Iterable[tuple[Look, str]],
+) -> Chart:
+    """A chart of levels, each the parts of the one above it; parts as for `stack`."""
+    rows = [Row(level, stack(parts)) for level, parts in levels.items()]
+    return draw_bars(rows, unit, legend=legend, style="chart-thick")
 
 
 def _draw_tick(share: float, label: str) -> str:

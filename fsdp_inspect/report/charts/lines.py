@@ -31,6 +31,8 @@ _ROOM_ABOVE = 1.08
 _MOST_MARKERS = 60
 _STEP_TICKS = 6
 _VALUE_TICKS = 4
+_MARK_TURNS_AT = 60
+"""A mark further right, in percent of the plot, has its label on the left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,9 +356,12 @@ def _mark(plot: Lines, scale: _Scale) -> list[str]:
     place, value, words = plot.mark
     first, _, second = words.partition("\n")
     x = scale.x(place)
+    # On one side of the place, because a line may mark it.
+    on_left = x > _MARK_TURNS_AT
+    shift, side = ("calc(-100% - 0.3rem)", "right") if on_left else ("0.3rem", "left")
     return [
         f'<div class="chart-mark" data-x="{x}" style="left:{x}%;top:{scale.y(value)}%">'
-        f'<span style="--shift:{-min(max(x, 12), 88)}%"><b>{text(first)}</b>'
+        f'<span style="--shift:{shift};--side:{side}"><b>{text(first)}</b>'
         f"{f'<br>{text(second)}' if second else ''}</span></div>"
     ]
 

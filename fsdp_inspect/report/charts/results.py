@@ -13,22 +13,24 @@ from fsdp_inspect.analysis.stragglers.ranks import RankRow
 from fsdp_inspect.analysis.units import UnitCost
 from fsdp_inspect.formatting import (
     format_bytes,
-    format_category,
     format_count,
     format_ns,
     format_owner,
     format_ratio,
     format_unit,
+    shorten_names,
 )
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report import palette
-from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, stack
+from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, draw_flame, stack
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, draw_lines, shade
 from fsdp_inspect.report.palette import NEUTRAL, Look
 from fsdp_inspect.trace.codes import StepPart
 
 NO_UNIT_NAME = "(no unit)"
+LETTERS_OF_BOX = 12
+"""Longer names of units in the boxes of a flame lose the prefix that they share."""
 _LABELLED_RATIO = 0.05
 _ROOM_FOR_WARMUP = 1.25
 _PARTS = {part.label: part for part in StepPart}
@@ -117,19 +119,15 @@ def draw_kernels(kernels: Kernels) -> Chart | None:
     """The kernels of a profiled step as a flame: units, below each the phases, then the kinds."""
     levels: dict[str, list[tuple[Look, float, str, str]]] = {"unit": [], "phase": [], "kind": []}
     of_units = _grouped(kernels.groups, lambda cost: name_place(cost.fqn))
+    short = shorten_names(of_units, LETTERS_OF_BOX)
     for unit, of_unit in of_units.items():
-        levels["unit"].append(_flame_bar(NEUTRAL, (unit,), of_unit))
+        levels["unit"].append((*_flame_bar(NEUTRAL, (unit,), of_unit)[:3], short(unit)))
         for phase, of_phase in _grouped(of_unit, lambda cost: cost.phase).items():
             look = palette.PHASE_LOOKS.get(phase, palette.OTHER)
             levels["phase"].append(_flame_bar(look, (unit, phase), of_phase))
             for cost in of_phase:
                 levels["kind"].append(_flame_bar(look, (unit, phase, cost.kind), [cost]))
-    return draw_bars(
-        [Row(level, stack(parts)) for level, parts in levels.items()],
-        MetricUnit.NS,
-        legend=[(look, look.label) for look, *_ in levels["phase"]],
-        style="chart-thick",
-    )
+    return draw_flame(levels, MetricUnit.NS, [(look, look.label) for look, *_ in levels["phase"]])
 
 
 def name_place(fqn: str | None) -> str:
@@ -219,21 +217,6 @@ def draw_memory(steps: Sequence[MemoryOfStep], warmup: Sequence[int]) -> Chart |
             format_value=format_bytes,
             boxes=shade(warmup, "warm-up"),
         )
-    )
-
-
-def draw_peak(peak: PeakMoment) -> Chart:
-    """What fills memory at the highest moment, largest category on top."""
-    return draw_bars(
-        [
-            Row(
-                format_category(one.category),
-                (Bar(0, one.bytes, NEUTRAL, format_bytes(one.bytes)),),
-                format_bytes(one.bytes),
-            )
-            for one in peak.categories
-        ],
-        MetricUnit.BYTES,
     )
 
 

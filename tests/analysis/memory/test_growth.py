@@ -8,7 +8,7 @@ from fsdp_inspect.analysis.memory.growth import MIN_STEPS, measure_memory_growth
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.report.memory_wording import describe_growth
 from fsdp_inspect.trace.codes import MemoryPoint
-from fsdp_inspect.trace.live_memory import OutOfMemoryRecord
+from fsdp_inspect.trace.live_memory import LiveBytes, LiveMoment, OutOfMemoryRecord
 from fsdp_inspect.trace.run import RunStatus
 from tests.builders import MIB, RunBuilder
 from tests.cases import examples
@@ -66,6 +66,21 @@ def test_enough_samples_count_before_the_report_of_a_failure():
     assert measure_memory_growth(run).grows is False
 
 
+def test_the_report_of_a_failure_names_the_line_of_growth_in_the_samples():
+    run = run_of([10 * GIB + step * MIB for step in range(10)])
+    kept = LiveBytes(category="activation", place="train.py:9", bytes=MIB)
+    more = kept.model_copy(update={"bytes": 9 * MIB})
+    report = OutOfMemoryRecord(
+        run_id=run.manifest.run_id,
+        rank=0,
+        resting_before=LiveMoment(step=1, phase="outside", unit=-1, bytes=MIB, live=[kept]),
+        resting_now=LiveMoment(step=9, phase="outside", unit=-1, bytes=9 * MIB, live=[more]),
+    )
+    growth = measure_memory_growth(replace(run, failed_allocations={0: report}))
+    assert (growth.num_steps, growth.place) == (10, "train.py:9")
+    assert measure_memory_growth(run).place == ""
+
+
 def test_steady_memory_does_not_grow():
     growth = measure_memory_growth(run_of([10 * GIB] * 10))
     assert (growth.grows, growth.growth_bytes_per_step, growth.steps_until_full) == (
@@ -75,9 +90,22 @@ def test_steady_memory_does_not_grow():
     )
 
 
-def test_a_single_rise_is_no_growth():
-    growth = measure_memory_growth(run_of([10 * GIB] * 3 + [11 * GIB] * 9))
+@pytest.mark.parametrize(
+    ("num_before", "noise"), [*((place, 0) for place in range(1, 12)), (5, MIB), (6, MIB), (7, MIB)]
+)
+def test_a_single_rise_is_no_growth(num_before, noise):
+    drawn = np.random.default_rng(num_before).integers(-noise, noise + 1, 12).tolist()
+    levels = [10 * GIB] * num_before + [11 * GIB] * (12 - num_before)
+    growth = measure_memory_growth(
+        run_of([level + n for level, n in zip(levels, drawn, strict=True)])
+    )
     assert growth.grows is False
+
+
+def test_memory_that_is_kept_in_every_tenth_step_grows():
+    growth = measure_memory_growth(run_of([10 * GIB + step // 10 * MIB for step in range(100)]))
+    assert growth.grows is True
+    assert growth.growth_bytes_per_step == pytest.approx(MIB / 10, rel=0.05)
 
 
 def test_one_wild_step_hides_no_leak():
@@ -88,9 +116,9 @@ def test_one_wild_step_hides_no_leak():
 
 
 def test_warmup_is_left_out():
-    ends = [step * GIB for step in range(1, 6)] + [10 * GIB] * 8
+    ends = [step * GIB for step in range(1, 10)] + [10 * GIB] * 6
     assert measure_memory_growth(run_of(ends)).grows is True
-    assert measure_memory_growth(run_of(ends, warmup_steps=5)).grows is False
+    assert measure_memory_growth(run_of(ends, warmup_steps=9)).grows is False
 
 
 def test_few_steps_cannot_tell():

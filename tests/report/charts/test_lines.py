@@ -109,3 +109,11 @@ def test_names_from_a_run_are_no_markup():
     )
     assert "<img" not in chart.markup
     assert chart.markup.count("&lt;img") >= 4
+
+
+@pytest.mark.parametrize(
+    ("place", "look"), [(1, "0.3rem;--side:left"), (9, "calc(-100% - 0.3rem);--side:right")]
+)
+def test_the_label_of_a_mark_is_beside_its_place(place, look):
+    chart = draw(Line("", [0, 10], [0, 5]), mark=(place, 5, "peak"))
+    assert f'<span style="--shift:{look}"><b>peak</b>' in chart.markup

@@ -3,7 +3,6 @@ import re
 
 import pytest
 
-from fsdp_inspect.analysis.memory.peak import CategoryBytes, PeakMoment
 from fsdp_inspect.analysis.scalars import measure_scalars
 from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.analysis.summary import measure_summary
@@ -14,7 +13,6 @@ from fsdp_inspect.report.charts.results import (
     draw_breakdown,
     draw_memory,
     draw_owners,
-    draw_peak,
     draw_scalar,
     draw_step_times,
     draw_units,
@@ -107,23 +105,6 @@ def test_memory_without_an_allocator_has_no_reserved_line(digest):
     assert labels(draw_memory(steps, warmup=())) == ["allocated", "reserved"]
     bare = [dataclasses.replace(step, highest_reserved_bytes=None) for step in steps]
     assert labels(draw_memory(bare, warmup=())) == ["allocated"]
-
-
-def test_the_peak_is_drawn_by_category():
-    categories = (CategoryBytes("activation", 3 << 20), CategoryBytes("all_gather_buffer", 1 << 20))
-    peak = PeakMoment(
-        rank=0,
-        step=2,
-        phase="backward",
-        unit=1,
-        fqn="layers.0",
-        bytes=4 << 20,
-        categories=categories,
-        owners=(),
-    )
-    chart = draw_peak(peak)
-    assert names(chart) == ["activation", "all-gather buffer"]
-    assert ends(chart) == ["3.00 MiB", "1.00 MiB"]
 
 
 @pytest.mark.parametrize("measure", UNIT_MEASURES)

@@ -1,10 +1,8 @@
 """Page Advice: the recommended change, and folded all changes, findings and other plans."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
 
 import streamlit as st
 
@@ -49,31 +47,29 @@ from fsdp_inspect.store.boundary import is_in_folder
 from fsdp_inspect.store.folder import folder_name
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.app_pages.advice.charts import draw_front, frame_front, frame_outcomes
-from fsdp_inspect_app.app_pages.advice.search import PLAN_FILE, advice_of, default_request
+from fsdp_inspect_app.app_pages.advice.search import advice_of, default_request
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     show_card,
+    show_chart_card,
     show_code,
     show_csv_button,
-    show_explore_button,
     show_fold,
     show_headline,
     show_note,
     show_table,
-    show_table_button,
     show_text,
     show_title,
 )
-from fsdp_inspect_app.drawn_chart import Click, show_chart
-from fsdp_inspect_app.knob_widgets import show_knob
-from fsdp_inspect_app.knobs import KNOBS_OF_LINK, network_of, pack_plan
-from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link
+from fsdp_inspect_app.drawn_chart import Click
+from fsdp_inspect_app.empty_states import show_why_not_simulated
+from fsdp_inspect_app.knob_widgets import show_knob, show_prediction_button
+from fsdp_inspect_app.knobs import KNOBS_OF_LINK, PLAN_FILE, network_of, pack_plan
+from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link, pick
 from fsdp_inspect_app.wording import plain
 
-_PREDICTION_FILE = "plan.prediction.json"
 _MOST_UNITS = 4
 _LIMIT_KEY, _DTYPES_KEY = "limit", "dtypes"
-T = TypeVar("T")
 _FRONT_KEY = "front"
 _FLOOR = (
     "Floor: the first all-gather of forward and the last reduction of backward expose {floor} per "
@@ -142,13 +138,7 @@ def _ask(entry: RunEntry) -> Question | None:
     """Read the request from the widgets; None if a value is invalid."""
     columns = st.columns(4, vertical_alignment="bottom")
     with columns[0]:
-        limit = _ask_amount(
-            _LIMIT_KEY,
-            "Memory limit",
-            "such as 80GiB",
-            "Highest peak of allocated memory. Default: the memory of the device without the CUDA "
-            "context and libraries.",
-        )
+        limit, limit_bytes = _ask_limit()
     network = {}
     for column, knob in zip(columns[1:3], KNOBS_OF_LINK, strict=True):
         with column:
@@ -157,7 +147,6 @@ def _ask(entry: RunEntry) -> Question | None:
                 network[knob.name] = chosen
     with columns[3]:
         allow_dtypes = _ask_dtypes()
-    limit_bytes = _read(limit, partial(parse_bytes, needs_unit=True), "amount of memory", "80GiB")
     if limit and not limit_bytes:
         return None
     bandwidth, latency = network_of(network)
@@ -175,12 +164,28 @@ def _ask(entry: RunEntry) -> Question | None:
     return Question(request, shlex.join([*words, "--write", PLAN_FILE]), network)
 
 
-def _ask_amount(key: str, label: str, example: str, words: str) -> str:
-    asked = st.query_params.get(key, "")
-    follow(key, key, {asked: asked}, "")
-    text = st.text_input(label, key=key, placeholder=example, help=words).strip()
-    link(key, text or None)
-    return text
+def _ask_limit() -> tuple[str, int | None]:
+    """The text of the memory limit, and its bytes; an invalid text shows an error."""
+    asked = st.query_params.get(_LIMIT_KEY, "")
+    follow(_LIMIT_KEY, _LIMIT_KEY, {asked: asked}, "")
+    text = st.text_input(
+        "Memory limit",
+        key=_LIMIT_KEY,
+        placeholder="such as 80GiB",
+        help="Highest peak of allocated memory. Default: the memory of the device without the CUDA "
+        "context and libraries.",
+    ).strip()
+    link(_LIMIT_KEY, text or None)
+    limit = parse_bytes(text, needs_unit=True) if text else None
+    if text and not limit:
+        st.error(
+            plain(
+                f"Invalid amount of memory: {text!r}. Expected a number above 0 with a unit, such "
+                "as 80GiB."
+            ),
+            icon=":material/error:",
+        )
+    return text, limit
 
 
 def _ask_dtypes() -> bool:
@@ -194,29 +199,10 @@ def _ask_dtypes() -> bool:
     return allow_dtypes
 
 
-def _read(text: str, parse: Callable[[str], T | None], what: str, example: str) -> T | None:
-    """The value of a text; an invalid text shows an error."""
-    value = parse(text) if text else None
-    if text and not value:
-        st.error(
-            plain(
-                f"Invalid {what}: {text!r}. "
-                f"Expected a number above 0 with a unit, such as {example}."
-            ),
-            icon=":material/error:",
-        )
-    return value
-
-
 def _show_refusal(advice: Advice) -> None:
     with show_card("This run cannot be simulated", key="refusal"):
         show_text(plain(advice.refusal or ""))
-        show_note(
-            "The simulation requires recorded units, collectives and compute\\. Imported traces, "
-            "and runs without a timed step, do not have them\\. Record the job with more steps "
-            "than warm\\-up:"
-        )
-        show_code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", key="record")
+        show_why_not_simulated()
 
 
 # --- findings
@@ -249,10 +235,10 @@ def _link_units(units: Sequence[str], manifest: RunManifest, *, key: str) -> Non
     with st.container(horizontal=True, gap="small", key=f"links-{key}"):
         for fqn in own[:_MOST_UNITS]:
             name = format_unit(fqn)
-            page_link("units", plain(name), icon=":material/stacks:", unit=name)
+            page_link("units", plain(name), unit=name)
         if len(own) != 1:
-            page_link("units", "Open all units", icon=":material/stacks:", unit=None)
-        page_link("timeline", "Open timeline", icon=":material/view_timeline:", unit=None)
+            page_link("units", "Open all units", unit=None)
+        page_link("timeline", "Open timeline", unit=None)
 
 
 # --- the plan
@@ -373,30 +359,15 @@ def _offer_plan(plan: Plan, question: Question, *, key: str, label: str) -> None
         )
         packed = pack_plan(plan)
         if packed is not None:
-            page_link(
-                "what_if",
-                "Open in What-if",
-                icon=":material/tune:",
-                plan=packed,
-                **question.network,
-            )
+            page_link("what_if", "Open in What-if", plan=packed, **question.network)
 
 
 def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> None:
     with show_card("Save, change, record", key="run"):
         show_title("1. Save the plan and its prediction")
         _offer_plan(plan.fastest.plan, question, key="fastest", label=PLAN_FILE)
-        st.download_button(
-            _PREDICTION_FILE,
-            lambda: predict_advised(
-                loading.open_entry(entry).source, plan, question.request
-            ).model_dump_json(indent=1),
-            file_name=_PREDICTION_FILE,
-            mime="application/json",
-            icon=":material/download:",
-            key="prediction",
-            on_click="ignore",
-            help="fsdp-inspect verify compares the prediction with the run of the plan.",
+        show_prediction_button(
+            lambda: predict_advised(loading.open_entry(entry).source, plan, question.request)
         )
         show_code(question.command, key="advise")
         show_title("2. Change the code")
@@ -423,31 +394,22 @@ def _show_proposal(
 
 
 def _show_front(plan: PlanAdvice, question: Question) -> None:
-    title, chart = "Step time and peak memory of plans", None
-    if plan.replayed_peak_bytes is not None:
-        chart = draw_front(plan)
-    with show_card(title, key="front") as header:
-        with header:
-            show_explore_button(chart, key="front", title=title)
-            show_table_button(frame_front(plan), key="front", alt="Plans of the front")
-        if chart is None:
-            show_note("The peak memory of the plans is unknown\\.")
-        else:
-            show_chart(
-                chart,
-                key="front",
-                alt=f"{len(plan.front)} plans that no other plan beats in both step time and peak "
-                "memory, and the recorded plan; the table has the numbers",
-                on_click=lambda click: _choose_point(click, plan.front),
-            )
-        point = _pick_point(plan.front)
-        show_text(
-            plain(
-                f"Predicted: step {format_ns(point.step_ns)}, "
-                f"peak {format_bytes(point.peak_bytes)}."
-            )
-        )
-        _offer_plan(point.plan, question, key="front", label=PLAN_FILE)
+    is_known = plan.replayed_peak_bytes is not None
+    words = f"{len(plan.front)} plans that no other plan beats in both step time and peak memory"
+    show_chart_card(
+        "Step time and peak memory of plans",
+        draw_front(plan) if is_known else None,
+        frame_front(plan),
+        key="front",
+        alt=f"{words}, and the recorded plan; the table has the numbers",
+        note=f"{words}.",
+        below="" if is_known else "The peak memory of the plans is unknown\\.",
+        on_click=lambda click: _choose_point(click, plan.front),
+    )
+    point = _pick_point(plan.front)
+    peak = format_bytes(point.peak_bytes)
+    show_text(plain(f"Predicted: step {format_ns(point.step_ns)}, peak {peak}."))
+    _offer_plan(point.plan, question, key="front", label=PLAN_FILE)
 
 
 def _choose_point(click: Click, front: Sequence[ParetoPoint]) -> None:
@@ -459,21 +421,16 @@ def _choose_point(click: Click, front: Sequence[ParetoPoint]) -> None:
 
 
 def _pick_point(front: Sequence[ParetoPoint]) -> ParetoPoint:
-    names = [f"{place}" for place in range(len(front))]
-    legal = {name: place for place, name in enumerate(names)}
-    follow(_FRONT_KEY, _FRONT_KEY, legal, 0)
-    if st.session_state[_FRONT_KEY] not in legal.values():
-        st.session_state[_FRONT_KEY] = 0
-    chosen = st.selectbox(
+    chosen = pick(
         "Plan",
         range(len(front)),
+        0,
+        name=_FRONT_KEY,
         format_func=lambda place: (
             "Recorded plan" if front[place].is_recorded else front[place].what
         ),
-        key=_FRONT_KEY,
     )
-    link(_FRONT_KEY, str(chosen))
-    return front[int(chosen)]
+    return front[chosen]
 
 
 def _show_outcomes(entry: RunEntry) -> None:

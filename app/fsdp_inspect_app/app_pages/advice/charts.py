@@ -91,16 +91,11 @@ def draw_front(plan: PlanAdvice) -> Chart | None:
 
 def frame_front(plan: PlanAdvice) -> pd.DataFrame:
     """The plans that no other plan beats in both step time and peak, fastest first."""
-    return pd.DataFrame(
-        [
-            {
-                "plan": "recorded plan" if point.is_recorded else point.what,
-                "predicted step (ms)": ms(point.step_ns),
-                "predicted peak (MiB)": mib(point.peak_bytes),
-            }
-            for point in plan.front
-        ]
-    )
+    rows = [
+        ("recorded plan" if one.is_recorded else one.what, ms(one.step_ns), mib(one.peak_bytes))
+        for one in plan.front
+    ]
+    return pd.DataFrame(rows, columns=["plan", "predicted step (ms)", "predicted peak (MiB)"])
 
 
 def frame_outcomes(predictions: Sequence[VerifiedPrediction]) -> pd.DataFrame:

@@ -10,8 +10,8 @@ import streamlit as st
 from fsdp_inspect import Run
 from fsdp_inspect.result_types import Advice, AdviceRequest, RunEntry
 from fsdp_inspect_app import loading
+from fsdp_inspect_app.knobs import PLAN_FILE
 
-PLAN_FILE = "plan.toml"
 _SAY_EVERY_S = 0.4
 
 

@@ -15,7 +15,6 @@ from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.palette import NEUTRAL, SHOWN, Look
 from fsdp_inspect.report.wording import describe_judgement, format_change, format_metric
 from fsdp_inspect.result_types import (
-    CategoryComparison,
     Comparison,
     MetricComparison,
     PartComparison,
@@ -25,7 +24,6 @@ from fsdp_inspect.result_types import (
     UnitCollective,
     UnitSide,
 )
-from fsdp_inspect_app import wording
 from fsdp_inspect_app.tables import mib, ms
 
 LESS = Look("less", NEUTRAL.colour, NEUTRAL.ink)
@@ -104,12 +102,8 @@ def frame_settings(settings: Sequence[SettingDifference], labels: Sequence[str])
 
 def frame_shared(settings: Iterable[SharedSetting]) -> pd.DataFrame:
     """The settings that are equal on all sides."""
-    return pd.DataFrame(
-        [
-            {"setting": one.name, "group": one.group, "value": _written(one.value)}
-            for one in settings
-        ]
-    )
+    rows = [(one.name, one.group, _written(one.value)) for one in settings]
+    return pd.DataFrame(rows, columns=["setting", "group", "value"])
 
 
 def _written(value: Any) -> str:
@@ -137,71 +131,36 @@ def _metric_row(metric: MetricComparison, labels: Sequence[str]) -> dict[str, An
     return row
 
 
-def frame_compared_parts(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
-    """The parts of the typical steps; their changes add up to the change of the step."""
-    return _frame_changes(
-        [(find_metric(f"{row.name}_ns").label, row.values_ns, row.changes_ns) for row in rows],
-        labels,
-        "part",
-        "ms",
-        ms,
-    )
+Compared = tuple[str, Sequence[int | None], Sequence[int | None]]
+"""A name, the values of all sides, and the changes to all but the first."""
 
 
-def frame_compared_dimensions(
-    rows: Sequence[PartComparison], labels: Sequence[str]
+def frame_changes(
+    what: str, unit: str, rows: Iterable[Compared], labels: Sequence[str]
 ) -> pd.DataFrame:
-    """The exposed waits by dimension of the mesh; their changes add up."""
-    return _frame_changes(
-        [(row.name, row.values_ns, row.changes_ns) for row in rows], labels, "dimension", "ms", ms
-    )
+    """The values of each side and their changes.
 
-
-def frame_compared_causes(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
-    """The exposed waits by cause."""
-    return _frame_changes(
-        [(row.name.replace("_", " "), row.values_ns, row.changes_ns) for row in rows],
-        labels,
-        "cause",
-        "ms",
-        ms,
-    )
-
-
-def frame_categories(rows: Sequence[CategoryComparison], labels: Sequence[str]) -> pd.DataFrame:
-    """The memory at the peak by category."""
-    return _frame_changes(
-        [(wording.name_category(row.category), row.values, row.changes) for row in rows],
-        labels,
-        "category",
-        "MiB",
-        mib,
-    )
-
-
-def _frame_changes(
-    rows: Sequence[tuple[str, Sequence[int | None], Sequence[int | None]]],
-    labels: Sequence[str],
-    what: str,
-    unit: str,
-    convert: Callable[[float | None], float | None],
-) -> pd.DataFrame:
+    Args:
+        what: The header of the names.
+        unit: `ms` for times in ns, `MiB` for bytes.
+        rows: The rows.
+        labels: The labels of the sides.
+    """
+    convert = {"ms": ms, "MiB": mib}[unit]
+    heads = [f"{label} ({unit})" for label in labels]
+    heads += [f"change to {label} ({unit})" for label in labels[1:]]
     return pd.DataFrame(
         [
-            {
-                what: name,
-                **{
-                    f"{label} ({unit})": convert(value)
-                    for label, value in zip(labels, values, strict=True)
-                },
-                **{
-                    f"change to {label} ({unit})": convert(change)
-                    for label, change in zip(labels[1:], changes, strict=True)
-                },
-            }
+            {what: name, **dict(zip(heads, map(convert, (*values, *changes)), strict=True))}
             for name, values, changes in rows
         ]
     )
+
+
+def frame_compared_parts(rows: Sequence[PartComparison], labels: Sequence[str]) -> pd.DataFrame:
+    """The parts of the typical steps; their changes add up to the change of the step."""
+    named = ((find_metric(f"{row.name}_ns").label, row.values_ns, row.changes_ns) for row in rows)
+    return frame_changes("part", "ms", named, labels)
 
 
 def frame_unit_changes(

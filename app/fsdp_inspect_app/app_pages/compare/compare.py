@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import streamlit as st
 
@@ -11,18 +12,17 @@ from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import find_shared_settings
 from fsdp_inspect.comparison.sides import label_of
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import format_ns, format_ratio
+from fsdp_inspect.formatting import format_category, format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.html import ComparisonContents, render_comparison_page
+from fsdp_inspect.report.wording import describe_provenance
 from fsdp_inspect.result_types import Comparison, RunEntry, RunManifest, Side, UnitMeasure
 from fsdp_inspect.trace.run import RunStatus, TableOrigin
-from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app import loading
 from fsdp_inspect_app.app_pages.compare.charts import (
     draw_memory_changes,
     draw_time_changes,
-    frame_categories,
-    frame_compared_causes,
-    frame_compared_dimensions,
+    frame_changes,
     frame_compared_parts,
     frame_metrics,
     frame_settings,
@@ -52,6 +52,7 @@ from fsdp_inspect_app.selection import (
     follow_all,
     link,
     page_link,
+    pick,
     remembered,
     run_name,
     run_namer,
@@ -135,18 +136,16 @@ def _refuse_copies(chosen: Sequence[RunEntry]) -> None:
 def _pick_runs(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
     """The baseline, and the runs to compare with it."""
     baseline, others = _suggest(entries)
-    names = {name: name for name in entries}
     left, right = st.columns([2, 3], vertical_alignment="bottom")
     with left:
-        follow(BASELINE_KEY, BASELINE_KEY, names, baseline)
-        baseline = st.selectbox(
+        baseline = pick(
             "Baseline",
             list(entries),
-            key=BASELINE_KEY,
+            baseline,
+            name=BASELINE_KEY,
             format_func=run_namer(),
             help="The reference of the comparison.",
         )
-        link(BASELINE_KEY, baseline)
         st.set_page_config(page_title=f"Compare - {run_name(baseline)} - FSDP Inspect")
     options = [name for name in entries if name != baseline]
     with right:
@@ -249,7 +248,7 @@ def _show_side(side: Side, by_run: Mapping[str, RunEntry], place: int) -> None:
         for run in side.runs:
             entry = by_run[run.run_id]
             label = plain(f"Open {run_name(entry.id)}")
-            page_link("overview", label, icon=":material/insights:", run=entry.id)
+            page_link("overview", label, run=entry.id)
 
 
 # --- settings
@@ -324,7 +323,7 @@ def _show_steps(contents: ComparisonContents) -> None:
 def _describe_origins(contents: ComparisonContents) -> str:
     """The method of the times of each side, stated once if all sides have the same method."""
     origins = [
-        wording.describe_provenance(summary.provenance, "step", "forward", "backward", "all_gather")
+        describe_provenance(summary.provenance, "step", "forward", "backward", "all_gather")
         for summary in contents.summaries
     ]
     if len(set(origins)) == 1:
@@ -339,9 +338,8 @@ def _pick_side(comparison: Comparison) -> int:
     letters = list(named)[1:]
     if len(letters) == 1:
         return 1
-    follow("side", "side", {letter: letter for letter in letters}, letters[0])
-    chosen = st.selectbox("Compared run", letters, key="side", format_func=lambda one: named[one])
-    link("side", chosen)
+    name_side = named.__getitem__
+    chosen = pick("Compared run", letters, letters[0], name="side", format_func=name_side)
     return 1 + letters.index(chosen)
 
 
@@ -379,7 +377,15 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
         with st.container(horizontal=True, vertical_alignment="center"):
             show_note("Exposed waits by cause", width="content")
             show_table_button(
-                frame_compared_causes(comparison.causes, labels),
+                frame_changes(
+                    "cause",
+                    "ms",
+                    (
+                        (row.name.replace("_", " "), row.values_ns, row.changes_ns)
+                        for row in comparison.causes
+                    ),
+                    labels,
+                ),
                 key="causes",
                 alt="Exposed waits by cause",
             )
@@ -391,7 +397,12 @@ def _show_dimension_changes(comparison: Comparison, other: int) -> None:
     show_chart_card(
         f"Exposed waits by mesh dimension, change to {label}",
         draw_time_changes([(row.name, row.changes_ns[other - 1]) for row in comparison.dimensions]),
-        frame_compared_dimensions(comparison.dimensions, labels),
+        frame_changes(
+            "dimension",
+            "ms",
+            ((row.name, row.values_ns, row.changes_ns) for row in comparison.dimensions),
+            labels,
+        ),
         key="dimensions",
         alt=f"Diverging bars: the change of each mesh dimension's exposed wait to {label}",
         note="The changes add up to the change of exposed communication.",
@@ -410,7 +421,7 @@ def _show_memory(comparison: Comparison, other: int) -> None:
         )
         return
     changes = [
-        (wording.name_category(row.category), row.changes[other - 1])
+        (format_category(row.category), row.changes[other - 1])
         for row in comparison.memory
         if row.changes[other - 1]
     ]
@@ -420,7 +431,12 @@ def _show_memory(comparison: Comparison, other: int) -> None:
     show_chart_card(
         title,
         draw_memory_changes(changes),
-        frame_categories(comparison.memory, [side.label for side in comparison.sides]),
+        frame_changes(
+            "category",
+            "MiB",
+            ((format_category(row.category), row.values, row.changes) for row in comparison.memory),
+            [side.label for side in comparison.sides],
+        ),
         key="memory",
         alt=f"Diverging bars: the change of each memory category to {label}",
         note="Peak of the memory steps, measured by the storage tracker. Left: less. Right: more.",
@@ -467,10 +483,8 @@ def _ask_order() -> bool:
 
 def _pick_measure() -> UnitMeasure:
     by_name = {name: measure for measure, name in _MEASURES.items()}
-    follow("measure", "measure", {name: name for name in by_name}, "exposed")
-    chosen = str(st.segmented_control("Units", list(by_name), key="measure", required=True))
-    link("measure", chosen)
-    return by_name[chosen]
+    show = partial(st.segmented_control, required=True)
+    return by_name[pick("Units", [*by_name], "exposed", name="measure", show=show)]
 
 
 def _show_timelines(
@@ -503,7 +517,6 @@ def _show_timelines(
                 page_link(
                     "timeline",
                     plain(f"Open {side.label}"),
-                    icon=":material/view_timeline:",
                     run=by_run[side.median_run].id,
                     step=step.closest_step if step else None,
                     unit=None,

@@ -23,12 +23,11 @@ from fsdp_inspect_app.app_pages.diagnosis.charts import draw_grid, draw_stack, f
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     show_card,
-    show_csv_button,
     show_headline,
     show_markup,
     show_note,
     show_section,
-    show_table,
+    show_table_card,
     show_text,
 )
 from fsdp_inspect_app.selection import STEP_KEY, entry_or_stop, page_link
@@ -79,7 +78,7 @@ def _show_next(steps: Sequence[str], found: Diagnosis, finished: Sequence[int]) 
         label = f"Open the timeline of step {last}" + (
             ", the last that ended before" if last != found.step else ""
         )
-        page_link("timeline", label, icon=":material/view_timeline:", **{STEP_KEY: last})
+        page_link("timeline", label, **{STEP_KEY: last})
 
 
 def _show_plans(found: Diagnosis) -> None:
@@ -118,13 +117,13 @@ def _show_evidence(evidence: Sequence[str]) -> None:
 
 
 def _show_ranks(found: Diagnosis) -> None:
-    if not found.states:
-        return
-    frame = frame_rank_states(found)
-    with show_card(f"Ranks: {len(found.states)}", key="diagnosis-ranks") as header:
-        with header:
-            show_csv_button(frame, key="diagnosis-ranks")
-        show_table(frame, key="diagnosis-ranks-table", alt="The ranks, one row each")
+    if found.states:
+        show_table_card(
+            f"Ranks: {len(found.states)}",
+            frame_rank_states(found),
+            key="diagnosis-ranks",
+            alt="The ranks, one row each",
+        )
 
 
 def _heading(entry: RunEntry) -> RunHeading:

@@ -7,15 +7,20 @@ from pathlib import Path
 import streamlit as st
 
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.formatting import format_bytes, plural
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.app_pages.imports.jobs import ImportJobs, JobState, JobView
-from fsdp_inspect_app.app_pages.imports.sources import ImportSource, find_source, list_sources
-from fsdp_inspect_app.app_pages.imports.uploads import frame_sources, keep_uploads
+from fsdp_inspect_app.app_pages.imports.sources import (
+    ImportSource,
+    find_source,
+    frame_sources,
+    keep_uploads,
+    list_sources,
+)
 from fsdp_inspect_app.cards import show_card, show_headline, show_note
 from fsdp_inspect_app.dated import Dated, is_younger_than
 from fsdp_inspect_app.empty_states import show_nothing
-from fsdp_inspect_app.selection import RUN_KEY, follow, link, page_link
+from fsdp_inspect_app.selection import RUN_KEY, page_link, pick
 from fsdp_inspect_app.wording import code, plain
 
 _SOURCE_KEY = "source"
@@ -78,8 +83,7 @@ def _jobs(folder: str) -> ImportJobs:
 def _answer(sources: Sequence[ImportSource]) -> str:
     counts = Counter(source.kind for source in sources)
     named = [
-        f"{count} {kind.value.replace('folder', 'folders') if count > 1 else kind.value}"
-        f"{'s' if count > 1 and not kind.value.startswith('folder') else ''}"
+        plural(count, kind, kind.replace("folder", "folders") if "folder" in kind else None)
         for kind, count in counts.items()
     ]
     listed = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
@@ -110,14 +114,11 @@ def _show_upload() -> None:
 
 def _show_choice(sources: Sequence[ImportSource], jobs: ImportJobs) -> None:
     names = {source.name: source for source in sources}
-    follow(_SOURCE_KEY, "import source", {name: name for name in names}, next(iter(names)))
-    if st.session_state["import source"] not in names:
-        st.session_state["import source"] = next(iter(names))
     with show_card("Import", key="import"):
         left, right = st.columns([3, 2])
         with left:
-            chosen = st.selectbox("File or folder", list(names), key="import source")
-        link(_SOURCE_KEY, chosen)
+            key, options = "import source", list(names)
+            chosen = pick("File or folder", options, options[0], name=_SOURCE_KEY, key=key)
         source = names[chosen]
         with right:
             name = st.text_input("Run name", placeholder="name of the file", key="import name")

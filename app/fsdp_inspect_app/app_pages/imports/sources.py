@@ -1,4 +1,4 @@
-"""List the files in the folder of runs that can be imported.
+"""List the files in the folder of runs that can be imported, and keep uploads there.
 
 An import names an entry of this listing, never a path. Typed or linked text reaches the disk only
 if it is the name of an entry. The listing omits links that lead out of the folder, hidden files and
@@ -7,15 +7,22 @@ the files of runs.
 
 import os
 import re
+import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
+import pandas as pd
+
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.importing.snapshot import looks_like_snapshot
 from fsdp_inspect.importing.trace_file import looks_like_trace
 from fsdp_inspect.store.boundary import is_in_folder
 from fsdp_inspect.store.schema import MANIFEST_FILE, attempt_numbers
+from fsdp_inspect_app.tables import mib
 
 MAX_DEPTH = 4
 """The number of levels below the folder of runs that are searched."""
@@ -147,3 +154,85 @@ def _size_of(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         return 0
+
+
+# --- Keep uploaded traces and snapshots in the folder of runs, where the page Import lists them.
+
+UPLOADS = "uploads"
+"""Folder for uploads, in the folder of runs."""
+_MAX_NAME = 100
+
+
+class Upload(Protocol):
+    """A file that the browser sent, as Streamlit hands it over."""
+
+    name: str
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Read the next bytes."""
+        ...
+
+
+def keep_uploads(folder: Path, files: Sequence[Upload]) -> str:
+    """Save uploaded files in a new folder and check that they can be imported.
+
+    Args:
+        folder: The folder of runs.
+        files: One file, or one for each rank; at least one.
+
+    Returns:
+        The name of the source to import: the only file, or the folder of all files.
+
+    Raises:
+        StoreError: The folder cannot be written, or the files cannot be imported. Nothing is kept.
+    """
+    parent = folder / UPLOADS
+    if parent.is_symlink() and not is_in_folder(parent, folder):
+        raise StoreError(
+            f"{str(parent)!r} leads out of the folder of runs. Expected a folder. Remove the link."
+        )
+    place = parent / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    try:
+        place.mkdir(parents=True, exist_ok=False)
+        for number, file in enumerate(files):
+            with (place / _safe_name(file.name, number)).open("xb") as copy:
+                _copy(file, copy)
+    except OSError as error:
+        shutil.rmtree(place, ignore_errors=True)
+        raise StoreError(
+            f"The upload cannot be saved in {str(parent)!r}: {error.strerror or error}. Expected a "
+            "folder that the dashboard may write. Copy the files there yourself."
+        ) from error
+    sources = {
+        source.name: source for source in list_sources(folder) if source.path.is_relative_to(place)
+    }
+    if len(files) > 1:
+        sources = {name: one for name, one in sources.items() if one.num_files == len(files)}
+    if not sources:
+        shutil.rmtree(place, ignore_errors=True)
+        raise StoreError(
+            f"{', '.join(file.name for file in files)}: not all files can be imported. Expected "
+            "profiler traces (.json, .json.gz) or memory snapshots (.pickle), all of one kind. "
+            "Upload files that torch.profiler or torch.cuda.memory wrote."
+        )
+    return next(iter(sources))
+
+
+def _safe_name(name: str, number: int) -> str:
+    """The name without folders and unusual characters, unique by its number."""
+    plain = keep_safe_letters(Path(name).name).lstrip("-.")[-_MAX_NAME:]
+    return plain if number == 0 else f"{number}-{plain}"
+
+
+def _copy(file: Upload, copy: BinaryIO) -> None:
+    while block := file.read(1 << 20):
+        copy.write(block)
+
+
+# --- Build tables of traces and snapshots to import.
+
+
+def frame_sources(sources: Sequence[ImportSource]) -> pd.DataFrame:
+    """One row for each file or folder."""
+    rows = [(one.name, one.kind.value, one.num_files, mib(one.num_bytes)) for one in sources]
+    return pd.DataFrame(rows, columns=["name", "what", "files", "size (MiB)"])

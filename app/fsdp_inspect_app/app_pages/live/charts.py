@@ -67,7 +67,7 @@ def _draw_device(one: DeviceSeries) -> Chart | None:
 def frame_devices(series: Sequence[DeviceSeries]) -> pd.DataFrame:
     """All samples of the machine, one row for each."""
     rows = [
-        {"what": one.label, "before the newest (s)": second, "value": value, "unit": one.unit}
+        (one.label, second, value, one.unit)
         for one in series
         for second, value in zip(one.seconds, one.values, strict=True)
     ]
@@ -76,19 +76,11 @@ def frame_devices(series: Sequence[DeviceSeries]) -> pd.DataFrame:
 
 def frame_live_ranks(records: Sequence[RankRecord]) -> pd.DataFrame:
     """The ranks that record and the ranks that stopped."""
-    return pd.DataFrame(
-        [
-            {
-                "rank": record.rank,
-                "state": record.status.value,
-                "host": record.host,
-                "device": record.device,
-                "process": record.pid,
-                "failure": record.failure or "",
-            }
-            for record in records
-        ]
-    )
+    rows = [
+        (one.rank, one.status.value, one.host, one.device, one.pid, one.failure or "")
+        for one in records
+    ]
+    return pd.DataFrame(rows, columns=["rank", "state", "host", "device", "process", "failure"])
 
 
 def format_sample(value: float, unit: str) -> str:

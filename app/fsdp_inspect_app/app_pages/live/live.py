@@ -10,6 +10,7 @@ from fsdp_inspect import Run
 from fsdp_inspect.alert_rules import RULES, AlertRule
 from fsdp_inspect.alert_watch import WATCH, is_webhook
 from fsdp_inspect.analysis.live.feed import LiveFeed
+from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio, name_run
 from fsdp_inspect.metrics import find_metric
@@ -44,16 +45,14 @@ from fsdp_inspect_app.app_pages.live.charts import (
     frame_devices,
     frame_live_ranks,
 )
-from fsdp_inspect_app.banner import show_status
+from fsdp_inspect_app.banner import show_name, show_problem
 from fsdp_inspect_app.cards import (
     Tile,
-    show_card,
     show_chart_card,
-    show_csv_button,
     show_empty_card,
     show_headline,
     show_note,
-    show_table,
+    show_table_card,
     show_text,
     show_tiles,
 )
@@ -63,13 +62,11 @@ from fsdp_inspect_app.selection import (
     RANK_KEY,
     answer_or_stop,
     chosen_entry,
-    follow,
-    link,
     page_link,
-    run_name,
+    pick,
 )
 from fsdp_inspect_app.tables import frame_of
-from fsdp_inspect_app.wording import describe_sharding, plain
+from fsdp_inspect_app.wording import plain
 
 _REFRESH_EVERY_S = 2
 _GOING_ON = (LiveState.STARTING, LiveState.RUNNING, LiveState.STALLED)
@@ -90,7 +87,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
 
     It runs no analysis of the whole run, because that takes longer than a refresh interval.
     """
-    _show_header(run)
+    show_name(run.id, run.status, [describe_sharding(run.manifest)])
     recorded = [record.rank for record in run.ranks_recorded]
     is_recording = run.status is RunStatus.RUNNING
     was_followed = st.session_state.get(_SEEN_KEY, ("", False))[0] == entry.id
@@ -100,15 +97,6 @@ def show_page(entry: RunEntry, run: Run) -> None:
         return
     every = _REFRESH_EVERY_S if is_recording and _wants_refresh() else None
     st.fragment(_show_now, run_every=every)(entry, run, recorded)
-
-
-def _show_header(run: Run) -> None:
-    with st.container(horizontal=True, vertical_alignment="center", gap="small", key="run-header"):
-        entry = chosen_entry()
-        name = run.id if entry is None else run_name(entry.id)
-        st.markdown(f"**{plain(name)}**", width="content", help=plain(run.id))
-        show_status(entry, run.status)
-        st.caption(plain(describe_sharding(run.manifest)), width="content")
 
 
 def _show_over(run: Run) -> None:
@@ -123,19 +111,17 @@ def _show_over(run: Run) -> None:
 
 def _show_links() -> None:
     with st.container(horizontal=True):
-        page_link("overview", "Overview", icon=":material/insights:")
-        page_link("timeline", "Timeline", icon=":material/view_timeline:")
-        page_link("memory", "Memory", icon=":material/memory:")
+        page_link("overview", "Overview")
+        page_link("timeline", "Timeline")
+        page_link("memory", "Memory")
 
 
 def _pick_rank(run: Run, recorded: Sequence[int]) -> int:
     """The shown rank, and for a live run whether the page refreshes."""
     key = f"live rank of {run.id}"
-    follow(RANK_KEY, key, {str(rank): rank for rank in recorded}, recorded[0])
     left, right = st.columns([1, 3], vertical_alignment="bottom")
     with left:
-        chosen = st.selectbox("Rank", recorded, key=key)
-    link(RANK_KEY, str(chosen))
+        chosen = pick("Rank", recorded, recorded[0], name=RANK_KEY, key=key)
     if run.status is RunStatus.RUNNING:
         with right:
             _ask_refresh()
@@ -168,8 +154,10 @@ def _show_now(entry: RunEntry, run: Run, recorded: Sequence[int]) -> None:
         _show_ranks(live)
         return
     _show_tiles(live)
-    _offer_requests(entry, live)
-    _show_alerts(entry)
+    with st.container(horizontal=True, gap="small", key="live-actions"):
+        _offer_requests(entry, live)
+        _show_alerts()
+    _show_news(entry, live)
     left, right = st.columns(2)
     with left:
         _show_steps(live)
@@ -200,8 +188,7 @@ def _show_problem(entry: RunEntry, live: LiveStatus) -> None:
     """Show the diagnosis, or else the meaning of the run's state."""
     found = loading.read_diagnosis(entry)
     if found.is_problem:
-        st.error(plain(describe_diagnosis(found).sentence), icon=":material/error:")
-        page_link("diagnosis", "Open Diagnosis", icon=":material/troubleshoot:")
+        show_problem(describe_diagnosis(found).sentence)
         return
     advice = advise_live(live)
     if advice:
@@ -237,27 +224,24 @@ def _offer_requests(entry: RunEntry, live: LiveStatus) -> None:
     """Offer to profile the next steps, or to record them in detail, if the run can be written."""
     if live.state not in _GOING_ON or not can_ask_recorder(entry.path):
         return
-    with st.container(horizontal=True, gap="small"):
-        if any(step.exposed_ns is None for step in live.view.steps):
-            _offer_request(
-                entry,
-                "Record the next steps in detail",
-                ":material/zoom_in:",
-                "Most steps are recorded without their units, to keep to the overhead budget. The "
-                "recorder takes the request within seconds, and the same steps on all ranks.",
-                ask_for_detail,
-            )
+    if any(step.exposed_ns is None for step in live.view.steps):
         _offer_request(
             entry,
-            "Profile the next steps",
-            ":material/speed:",
-            "Runs torch's profiler in three steps of all ranks. They are slower, and no time uses "
-            "them. Kernels of each unit are then in `fsdp-inspect show RUN kernels`. A recorder "
-            "without an overhead budget does not take the request.",
-            ask_for_profile,
+            "Record in detail",
+            ":material/zoom_in:",
+            "Most steps are recorded without their units, to keep to the overhead budget. The "
+            "recorder takes the request within seconds, and the same steps on all ranks.",
+            ask_for_detail,
         )
-    if is_profile_requested(entry.path):
-        show_note("A profile is requested\\. The recorder has not taken the request yet\\.")
+    _offer_request(
+        entry,
+        "Profile the next steps",
+        ":material/speed:",
+        "Runs torch's profiler in three steps of all ranks. They are slower, and no time uses "
+        "them. Kernels of each unit are then in `fsdp-inspect show RUN kernels`. A recorder "
+        "without an overhead budget does not take the request.",
+        ask_for_profile,
+    )
 
 
 def _offer_request(
@@ -272,8 +256,8 @@ def _offer_request(
         st.toast("Requested. The recorder chooses steps that begin in a few seconds.")
 
 
-def _show_alerts(entry: RunEntry) -> None:
-    """Show the last alerts of the server, and the form that chooses them."""
+def _show_alerts() -> None:
+    """Show a button with the last alerts of the server, and the form that chooses them."""
     folder = loading.runs_folder()
     if isinstance(folder, str):
         return
@@ -288,6 +272,12 @@ def _show_alerts(entry: RunEntry) -> None:
         for sent in [*WATCH.sent][:_MOST_ALERTS]:
             when = time.strftime("%H:%M:%S", time.localtime(sent.unix_s))
             st.markdown(plain(f"{when} {sent.alert.text} {sent.problem}".strip()))
+
+
+def _show_news(entry: RunEntry, live: LiveStatus) -> None:
+    """Show a request that the recorder has not taken, and the last alert of the run."""
+    if live.state in _GOING_ON and is_profile_requested(entry.path):
+        show_note("A profile is requested\\. The recorder has not taken the request yet\\.")
     own = [sent for sent in WATCH.sent if sent.alert.run_id == entry.run_id]
     for sent in own[:1]:
         st.warning(plain(f"Alert: {sent.alert.sentence}"), icon=":material/notifications:")
@@ -385,11 +375,12 @@ def _show_devices(series: Sequence[DeviceSeries]) -> None:
 
 
 def _show_ranks(live: LiveStatus) -> None:
-    frame = frame_live_ranks(live.ranks)
-    with show_card(f"Ranks: {len(live.ranks)}", key="live-ranks") as header:
-        with header:
-            show_csv_button(frame, key="live-ranks")
-        show_table(frame, key="live-ranks-table", alt="The ranks, one row each")
+    show_table_card(
+        f"Ranks: {len(live.ranks)}",
+        frame_live_ranks(live.ranks),
+        key="live-ranks",
+        alt="The ranks, one row each",
+    )
 
 
 # --- Read the new data of a live run, with one feed for all sessions.

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from fsdp_inspect.formatting import format_bytes, format_category
+from fsdp_inspect.formatting import format_bytes, format_category, shorten_names
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.report import palette
-from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, stack
+from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, draw_flame
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_lines, shade
-from fsdp_inspect.report.charts.results import name_place
+from fsdp_inspect.report.charts.results import LETTERS_OF_BOX, name_place
 from fsdp_inspect.report.palette import NEUTRAL
 from fsdp_inspect.result_types import (
     AllocatorUse,
@@ -26,7 +26,6 @@ from fsdp_inspect.result_types import (
     RankMemory,
     StepMemory,
 )
-from fsdp_inspect_app import wording
 from fsdp_inspect_app.tables import mib, ms
 
 _NAMED_RATIO = 0.06
@@ -122,8 +121,10 @@ def _line_of_second(second: StepMemory) -> Line:
 def draw_instant(instant: LiveInstant) -> Chart:
     """The live memory as a flame: units, below each the lines that allocated, then categories."""
     units, lines, categories = [], [], []
+    short = shorten_names([unit.unit for unit in instant.units], LETTERS_OF_BOX)
     for unit in instant.units:
-        units.append((NEUTRAL, unit.bytes, f"{unit.unit}: {format_bytes(unit.bytes)}", unit.unit))
+        told = f"{unit.unit}: {format_bytes(unit.bytes)}"
+        units.append((NEUTRAL, unit.bytes, told, short(unit.unit)))
         rows = [row for one in unit.categories for row in one.rows]
         for line, own in _by_line(rows, least=instant.bytes * _LEAST_LINE).items():
             where = f"{unit.unit}, {line}"
@@ -134,15 +135,8 @@ def draw_instant(instant: LiveInstant) -> Chart:
                 label = format_category(category)
                 told = f"{where}, {label}: {format_bytes(amount)}"
                 categories.append((look, amount, told, label))
-    return draw_bars(
-        [
-            Row(level, stack(parts))
-            for level, parts in (("unit", units), ("line", lines), ("category", categories))
-        ],
-        MetricUnit.BYTES,
-        legend=[(look, label) for look, _, _, label in categories],
-        style="chart-thick",
-    )
+    levels = {"unit": units, "line": lines, "category": categories}
+    return draw_flame(levels, MetricUnit.BYTES, [(look, label) for look, _, _, label in categories])
 
 
 def _by_line(rows: Sequence[LiveRow], *, least: float) -> dict[str, Counter[str]]:
@@ -280,7 +274,7 @@ def frame_step_memory(memory: StepMemory) -> pd.DataFrame:
 
 def _frame_composition(composition: Composition) -> pd.DataFrame:
     columns = {
-        f"{wording.name_category(series.category)} (MiB)": [mib(one) for one in series.bytes]
+        f"{format_category(series.category)} (MiB)": [mib(one) for one in series.bytes]
         for series in composition.series
     }
     return pd.DataFrame({_TIME: [ms(offset) for offset in composition.offsets_ns], **columns})

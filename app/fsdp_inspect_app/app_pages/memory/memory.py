@@ -1,6 +1,6 @@
 """Page Memory: the peak by unit and category, headroom, growth, ranks and the allocator."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import streamlit as st
@@ -10,7 +10,7 @@ from fsdp_inspect.analysis.memory.instant import measure_memory_instant
 from fsdp_inspect.analysis.memory.step import measure_step_memory
 from fsdp_inspect.analysis.run_heading import measure_run_heading
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.formatting import format_bytes, format_category, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
 from fsdp_inspect.report.charts.results import draw_alive, name_place
@@ -21,13 +21,12 @@ from fsdp_inspect.result_types import (
     MemoryGrowth,
     MemoryOfStep,
     MemoryOverview,
-    PeakMoment,
     PositionBytes,
     RankMemory,
     RunEntry,
     StepMemory,
 )
-from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app import loading
 from fsdp_inspect_app.app_pages.memory.charts import (
     draw_allocator,
     draw_growth,
@@ -58,8 +57,10 @@ from fsdp_inspect_app.selection import (
     entry_or_stop,
     follow,
     link,
+    open_column,
     open_unit,
     page_link,
+    pick,
     pick_second_run,
     run_name,
     switch_page,
@@ -99,7 +100,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
             remedy="" if whole.source == "imported" else _REMEDY,
         )
         if whole.source == "imported":
-            page_link("imports", "Import a memory snapshot", icon=":material/input:")
+            page_link("imports", "Import a memory snapshot")
         return
     answer = st.container()
     left, right = st.columns([1, 3], vertical_alignment="bottom")
@@ -113,6 +114,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     _show_tiles(overview)
     _show_step(entry, overview, memory)
     _show_peak(overview)
+    _show_places(overview)
     _show_over_steps(run, overview, whole.growth)
 
 
@@ -129,12 +131,8 @@ def _show_answer(overview: MemoryOverview) -> None:
 
 def _pick_rank(overview: MemoryOverview) -> int:
     ranks = [row.rank for row in overview.memory.ranks]
-    legal = {str(rank): rank for rank in ranks}
     key = f"memory rank of {overview.run_id}"
-    follow(RANK_KEY, key, legal, overview.memory.shown_rank or 0)
-    chosen = st.selectbox("Rank", ranks, key=key)
-    link(RANK_KEY, str(chosen))
-    return chosen
+    return pick("Rank", ranks, overview.memory.shown_rank or 0, name=RANK_KEY, key=key)
 
 
 def _pick_step(entry: RunEntry, rank: int) -> StepMemory | None:
@@ -207,11 +205,7 @@ def _show_step(entry: RunEntry, overview: MemoryOverview, memory: StepMemory | N
         _describe_second(second, other)
     _show_instant(entry, memory, at_ns)
     page_link(
-        "timeline",
-        f"Show step {memory.step} in timeline",
-        icon=":material/view_timeline:",
-        rank=memory.rank,
-        step=memory.step,
+        "timeline", f"Show step {memory.step} in timeline", rank=memory.rank, step=memory.step
     )
 
 
@@ -224,15 +218,20 @@ def _pick_instant(memory: StepMemory) -> int:
     asked_ns = int(asked) if asked.isdecimal() and len(asked) < _MOST_DIGITS else -1
     extra = {asked_ns} if 0 <= asked_ns <= offsets[-1] else set()
     choices = sorted({*spread, memory.peak.offset_ns} | extra)
-    key = f"memory instant of {memory.rank} {memory.step}"
-    follow(AT_KEY, key, {str(offset): offset for offset in choices}, memory.peak.offset_ns)
-    if st.session_state[key] not in choices:
-        st.session_state[key] = memory.peak.offset_ns
-    chosen = choices[0]
-    if len(choices) > 1:
-        chosen = st.select_slider("Instant", choices, key=key, format_func=format_ns, width=420)
-    link(AT_KEY, None if chosen == memory.peak.offset_ns else str(chosen))
-    return chosen
+    if len(choices) == 1:
+        link(AT_KEY, None)
+        return choices[0]
+    return pick(
+        "Instant",
+        choices,
+        memory.peak.offset_ns,
+        name=AT_KEY,
+        key=f"memory instant of {memory.rank} {memory.step}",
+        show=st.select_slider,
+        is_default_hidden=True,
+        format_func=format_ns,
+        width=420,
+    )
 
 
 def _open_instant(memory: StepMemory, other: StepMemory | None, click: Click) -> None:
@@ -312,15 +311,15 @@ def _describe_second(second: RunEntry, other: StepMemory | None) -> None:
 
 def _show_peak(overview: MemoryOverview) -> None:
     peak = overview.memory.peak
-    if peak is None:
-        show_empty_card(
-            "Memory at the peak by unit", memory_wording.describe_filling(None), key="memory-alive"
-        )
-        _show_places(overview)
-        return
-    if not peak.owners:
-        _show_owners_missing(peak)
-        _show_places(overview)
+    if peak is None or not peak.owners:
+        reason = memory_wording.describe_filling(None)
+        if peak is not None:
+            held = ", ".join(
+                f"{format_category(one.category)} {format_bytes(one.bytes)}"
+                for one in peak.categories
+            )
+            reason = f"By category: {held}. By unit: unknown."
+        show_empty_card("Memory at the peak by unit", reason, key="memory-alive")
         return
     place = memory_wording.describe_place(peak.fqn, peak.phase, peak.step)
     owners = peak.owners[:_MOST_OWNERS]
@@ -335,17 +334,6 @@ def _show_peak(overview: MemoryOverview) -> None:
         f"{len(owners)} of {len(peak.owners)} owners. Click a bar to open its unit. "
         f"{memory_wording.describe_counting(overview)}",
         on_click=lambda click: open_unit(click.pick([owner.fqn for owner in owners])),
-    )
-    _show_places(overview)
-
-
-def _show_owners_missing(peak: PeakMoment) -> None:
-    held = ", ".join(
-        f"{wording.name_category(one.category)} {format_bytes(one.bytes)}"
-        for one in peak.categories
-    )
-    show_empty_card(
-        "Memory at the peak by unit", f"By category: {held}. By unit: unknown.", key="memory-alive"
     )
 
 
@@ -386,15 +374,8 @@ def _show_growth(run: Run, overview: MemoryOverview, most_grown: MemoryGrowth | 
         key="memory-growth",
         alt=f"Peak memory of {len(steps)} steps, and the allocated memory at their ends. {verdict}",
         note=f"{verdict} Click a step to open it.",
-        on_click=partial(_open_step, {step.step for step in steps}),
+        on_click=open_column("memory", STEP_KEY, {step.step for step in steps}),
     )
-
-
-def _open_step(steps: Collection[int], click: Click) -> None:
-    """Open the clicked step."""
-    step = click.column()
-    if step in steps:
-        switch_page("memory", **{STEP_KEY: step})
 
 
 def _show_ranks(overview: MemoryOverview) -> None:
@@ -408,15 +389,8 @@ def _show_ranks(overview: MemoryOverview) -> None:
         alt=f"Peak memory of {len(ranks)} ranks. {spread}",
         note=f"{spread} Peak over all steps. The larger mark is the shown rank. Click a rank to "
         "open it.",
-        on_click=partial(_open_rank, {rank.rank for rank in ranks}),
+        on_click=open_column("memory", RANK_KEY, {rank.rank for rank in ranks}),
     )
-
-
-def _open_rank(ranks: Collection[int], click: Click) -> None:
-    """Open the clicked rank."""
-    rank = click.column()
-    if rank in ranks:
-        switch_page("memory", **{RANK_KEY: rank})
 
 
 def _show_allocator(overview: MemoryOverview) -> None:

@@ -1,6 +1,6 @@
 """Page Overview: the verdict, key numbers, the typical step, exposed waits and findings."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -28,14 +28,14 @@ from fsdp_inspect.report.advice import describe_recommendation
 from fsdp_inspect.report.charts.results import (
     draw_breakdown,
     draw_dimensions,
-    draw_memory,
     draw_owners,
-    draw_peak,
     draw_scalar,
     draw_step_times,
 )
 from fsdp_inspect.report.text import list_throughput
 from fsdp_inspect.report.wording import (
+    describe_memory_method,
+    describe_provenance,
     describe_trust,
     describe_typical,
     format_error,
@@ -46,26 +46,19 @@ from fsdp_inspect.result_types import (
     BreakdownCauses,
     Exposed,
     ExposedOwner,
-    Finding,
     Limit,
-    MemoryOfStep,
-    PeakMoment,
-    PlanCheck,
     RankWaits,
     RunEntry,
     RunManifest,
-    ScalarSeries,
     StepBreakdown,
     StepTimes,
     Summary,
     Verdict,
 )
-from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app import loading
 from fsdp_inspect_app.app_pages.advice.search import known_advice, search_in_background
 from fsdp_inspect_app.app_pages.overview.frames import (
     frame_breakdown,
-    frame_peak,
-    frame_scalar,
     name_owner,
 )
 from fsdp_inspect_app.app_pages.runs.frames import frame_about
@@ -76,16 +69,13 @@ from fsdp_inspect_app.cards import (
     show_chart_card,
     show_code,
     show_empty_card,
-    show_explore_button,
     show_fold,
     show_headline,
     show_note,
-    show_table_button,
     show_text,
     show_tiles,
 )
-from fsdp_inspect_app.drawn_chart import Click, show_chart
-from fsdp_inspect_app.exports import show_export_button, show_share_button
+from fsdp_inspect_app.exports import show_export_button
 from fsdp_inspect_app.page_sheet import sheet_section
 from fsdp_inspect_app.pages import find_page
 from fsdp_inspect_app.selection import (
@@ -94,17 +84,15 @@ from fsdp_inspect_app.selection import (
     UNIT_KEY,
     Value,
     entry_or_stop,
+    open_column,
     open_unit,
     page_link,
-    switch_page,
 )
 from fsdp_inspect_app.tables import frame_of
 from fsdp_inspect_app.wording import code, plain
 
 _MOST_OWNERS = 8
 _TOP_UNITS = 3
-_FEW_STEPS = 3
-_MANY_STEPS = 300
 _LOOK_EVERY_S = 1.0
 """Time between two looks at a search in the background."""
 
@@ -121,9 +109,9 @@ def show_page(entry: RunEntry, run: Run) -> None:
     with show_fold("Waits of all units", key="waits"):
         _show_owners(run)
         _show_dimensions(summary)
-    with show_fold("Step time, loss and memory over steps", key="over-steps"):
+    with show_fold("Step time and loss over steps", key="over-steps"):
         _show_step_times(summary, times)
-        _show_over_steps(run)
+        _show_scalar(run, times)
     with show_fold("Findings and further steps", key="further"):
         left, right = st.columns(2)
         with left:
@@ -136,8 +124,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
 def _show_buttons(run: Run) -> None:
     """Show the buttons for the whole run."""
     with st.container(horizontal=True, horizontal_alignment="right", vertical_alignment="center"):
-        page_link("compare", "Compare", icon=":material/compare_arrows:")
-        show_share_button("overview")
+        page_link("compare", "Compare")
         show_export_button(run)
 
 
@@ -151,7 +138,7 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
         with _line("Because"):
             show_text(plain(verdict.because or verdict.why), width="stretch")
             if summary.breakdown is not None:
-                page = page_of_limit(verdict)
+                page = _page_of_limit(verdict)
                 shown = _evidence_of(page, summary.breakdown, summary)
                 page_link(page, "Show evidence", icon=":material/arrow_forward:", **shown)
         with _line("Do"):
@@ -213,7 +200,7 @@ def _show_what_to_do(entry: RunEntry, run: Run) -> None:
     advice = known_advice(entry)
     if advice is not None:
         show_text(plain(describe_recommendation(advice)), width="stretch")
-        page_link("advice", "Open Advice", icon=":material/lightbulb:")
+        page_link("advice")
         return
     _await_advice(entry, run)
 
@@ -261,8 +248,18 @@ def _show_findings(run: Run) -> None:
     except FsdpInspectError as error:
         show_empty_card("Findings", str(error), key="findings")
         return
+    checked = summary.plan_check
     with show_card("Findings", key="findings"):
-        show_findings(findings, summary.verdict, summary.plan_check)
+        for finding in findings:
+            page = _PAGE_OF_RULE.get(finding.rule) or (
+                "units" if finding.units else _page_of_limit(summary.verdict.of_speed)
+            )
+            _show_line(finding.sentence, page, finding.units)
+        if checked is not None and checked.is_consistent is not False:
+            _show_line(checked.sentence, "units", ())
+        if not findings:
+            show_text(plain("No problem besides the sharding plan was found."))
+        page_link("advice")
 
 
 def _show_key_numbers(summary: Summary) -> None:
@@ -316,7 +313,7 @@ def _memory_detail(summary: Summary) -> str | None:
         return "not recorded"
     if summary.peak_reserved_bytes is not None:
         return f"reserved {format_bytes(summary.peak_reserved_bytes)}"
-    return f"by the {wording.describe_memory_method(summary.memory)}"
+    return f"by the {describe_memory_method(summary.memory)}"
 
 
 def _show_step(run: Run) -> None:
@@ -333,33 +330,28 @@ def _show_step(run: Run) -> None:
     note = (
         f"Typical step of rank {breakdown.rank}: the {describe_typical(summary)}. The parts "
         "add up. Hatching marks exposed waits. "
-        + wording.describe_provenance(
+        + describe_provenance(
             summary.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
         )
     )
-    title = f"Typical step: {format_ns(breakdown.step_time_ns)}"
-    chart = draw_breakdown(breakdown)
-    with show_card(title, key="breakdown", note=note) as header:
-        with header:
-            show_explore_button(chart, key="breakdown", title=title)
-            show_table_button(
-                frame_breakdown(breakdown, in_kernel_trace=summary.is_kernel_trace),
-                key="breakdown",
-                alt="Parts of the step",
-            )
-        show_chart(
-            chart,
-            key="breakdown",
-            alt=f"One bar of {format_ns(breakdown.step_time_ns)} with the parts {parts}",
+    below = []
+    if summary.exposed is not None and summary.exposed.causes_ns:
+        below.append(_describe_causes(summary.exposed))
+    if breakdown.host_behind_ns:
+        label = find_metric("host_behind_ns").label.capitalize()
+        below.append(
+            f"{label} **{format_ns(breakdown.host_behind_ns)}**: upper bound of the GPU's idle "
+            "time within these parts"
         )
-        if summary.exposed is not None and summary.exposed.causes_ns:
-            show_text(_describe_causes(summary.exposed))
-        if breakdown.host_behind_ns:
-            label = find_metric("host_behind_ns").label.capitalize()
-            show_text(
-                f"{label} **{format_ns(breakdown.host_behind_ns)}**: upper bound of the GPU's idle "
-                "time within these parts"
-            )
+    show_chart_card(
+        f"Typical step: {format_ns(breakdown.step_time_ns)}",
+        draw_breakdown(breakdown),
+        frame_breakdown(breakdown, in_kernel_trace=summary.is_kernel_trace),
+        key="breakdown",
+        alt=f"One bar of {format_ns(breakdown.step_time_ns)} with the parts {parts}",
+        note=note,
+        below="\n\n".join(below),
+    )
 
 
 def _show_dimensions(summary: Summary) -> None:
@@ -405,7 +397,7 @@ def _show_owners(run: Run) -> None:
     note = (
         f"Typical step of rank {exposed.rank}. Waits that overlap count for each unit, so the bars "
         "may add up to more than the exposed communication of the step. Click a bar to open its "
-        "unit. " + wording.describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
+        "unit. " + describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
     )
     shown = [owner for owner in exposed.owners if owner.exposed_ns][:_MOST_OWNERS]
     show_chart_card(
@@ -436,11 +428,10 @@ def _show_owner(owner: ExposedOwner) -> None:
     facts += [f"mostly {format_cause(cause)}" for cause in list(owner.causes_ns)[:1]]
     sentence = plain(" " + " · ".join(facts))
     if owner.fqn is None:
-        words, icon = plain(name_owner(owner)) + sentence, ":material/view_timeline:"
-        page_link("timeline", words, icon=icon, **{UNIT_KEY: None})
+        page_link("timeline", plain(name_owner(owner)) + sentence, **{UNIT_KEY: None})
         return
     name = format_unit(owner.fqn)
-    page_link("units", f"{code(name)}{sentence}", icon=":material/stacks:", **{UNIT_KEY: name})
+    page_link("units", f"{code(name)}{sentence}", **{UNIT_KEY: name})
 
 
 def _show_step_times(summary: Summary, times: StepTimes) -> None:
@@ -457,7 +448,7 @@ def _show_step_times(summary: Summary, times: StepTimes) -> None:
     show_chart_card(
         "Step time over steps",
         draw_step_times(times),
-        _table(partial(frame_of, StepTimes.TABLE, times.over_steps), len(times.over_steps)),
+        partial(frame_of, StepTimes.TABLE, times.over_steps),
         key="step-times",
         alt=f"Step time of {len(times.over_steps)} steps and the exposed part of each",
         note=(
@@ -466,108 +457,34 @@ def _show_step_times(summary: Summary, times: StepTimes) -> None:
             if times.median_rank is not None
             else ""
         )
-        + wording.describe_provenance(summary.provenance, "step"),
-        on_click=partial(_open_step, times),
+        + describe_provenance(summary.provenance, "step"),
+        on_click=open_column(
+            "timeline",
+            STEP_KEY,
+            {point.step for point in times.over_steps},
+            **{RANK_KEY: times.median_rank, UNIT_KEY: None},
+        ),
     )
 
 
-def _open_step(times: StepTimes, click: Click) -> None:
-    """Open the clicked step in the timeline."""
-    step = click.column()
-    if step in {point.step for point in times.over_steps}:
-        switch_page("timeline", **{STEP_KEY: step, RANK_KEY: times.median_rank, UNIT_KEY: None})
-
-
-def _show_over_steps(run: Run) -> None:
-    """Show the numbers that the training loop logged, if any, and memory."""
-    summary, times = run.summary(), run.step_times()
-    scalars: Mapping[str, ScalarSeries] = {}
-    problem = ""
+def _show_scalar(run: Run, times: StepTimes) -> None:
+    """Show the loss, or else the first number that the training loop logged, if any."""
     try:
         scalars = run.scalars()
     except StoreError as error:
-        problem = str(error)
-    if not scalars and not problem:
-        _show_memory(summary, times)
+        show_empty_card("Loss over steps", str(error), key="loss")
         return
-    left, right = st.columns(2)
-    with left:
-        if problem:
-            show_empty_card("Loss over steps", problem, key="loss")
-        else:
-            _show_scalar(scalars, times)
-    with right:
-        _show_memory(summary, times)
-
-
-def _show_scalar(scalars: Mapping[str, ScalarSeries], times: StepTimes) -> None:
-    """Show the loss, or else the first logged number."""
+    if not scalars:
+        return
     first = find_loss([*scalars.values()]) or next(iter(scalars.values()))
     show_chart_card(
         f"{first.name.capitalize()} over steps",
         draw_scalar(first, times.selection.warmup),
-        _table(partial(frame_scalar, first), len(first.steps)),
+        lambda: pd.DataFrame({"step": first.steps, first.name: first.values}),
         key="loss",
         alt=f"{first.name} from {first.values[0]:.4g} to {first.values[-1]:.4g} "
         f"over {len(first.steps)} steps",
         note=f"As the training loop logged it on rank {first.rank}.",
-    )
-
-
-def _table(
-    make: Callable[[], pd.DataFrame], num_rows: int
-) -> pd.DataFrame | Callable[[], pd.DataFrame]:
-    """The table of a chart over steps; a long one is made when it is opened."""
-    return make if num_rows > _MANY_STEPS else make()
-
-
-def _show_memory(summary: Summary, times: StepTimes) -> None:
-    memory = summary.memory
-    if not memory.over_steps:
-        show_empty_card(
-            "Memory over steps",
-            "Memory was not recorded. On CPU, memory is recorded in memory steps only.",
-            key="memory",
-        )
-    elif memory.peak is not None and len(memory.over_steps) < _FEW_STEPS:
-        _show_peak(memory.peak)
-    else:
-        counted_by = wording.describe_memory_method(memory)
-        show_chart_card(
-            "Memory over steps",
-            draw_memory(memory.over_steps, times.selection.warmup),
-            _table(
-                partial(
-                    frame_of,
-                    MemoryOfStep.TABLE,
-                    memory.over_steps,
-                    *("step", "highest_allocated_bytes", "highest_reserved_bytes"),
-                ),
-                len(memory.over_steps),
-            ),
-            key="memory",
-            alt=f"Highest memory of {len(memory.over_steps)} steps; peak allocated "
-            f"{format_bytes(memory.peak_allocated_bytes)}",
-            note=f"Peak of each step on rank {memory.peak_rank}, the rank with the highest peak. "
-            f"Measured by the {counted_by}.",
-        )
-
-
-def _show_peak(peak: PeakMoment) -> None:
-    """Show the peak by category, for runs with memory of one or two steps only."""
-    where = "outside all units" if peak.fqn is None else f"in {format_unit(peak.fqn)}"
-    show_chart_card(
-        f"Peak memory: {format_bytes(peak.bytes)}",
-        draw_peak(peak),
-        frame_peak(peak),
-        key="memory",
-        alt="Memory at the peak by category: "
-        + ", ".join(
-            f"{wording.name_category(one.category)} {format_bytes(one.bytes)}"
-            for one in peak.categories
-        ),
-        note=f"Reached in step {peak.step} on rank {peak.rank}, in {peak.phase}, {where}. "
-        "Measured by the storage tracker in a memory step.",
     )
 
 
@@ -600,37 +517,15 @@ _PAGE_OF_LIMIT = {
 }
 
 
-def page_of_limit(verdict: Verdict) -> str:
+def _page_of_limit(verdict: Verdict) -> str:
     """The page with the details of the limit of the step."""
     return _PAGE_OF_LIMIT.get(verdict.limit, "timeline")
-
-
-def show_findings(
-    findings: Sequence[Finding], verdict: Verdict, plan_check: PlanCheck | None
-) -> None:
-    """Show each finding in one line, with a link to its evidence."""
-    for finding in findings:
-        _show_line(finding.sentence, _page_of(finding, verdict), finding.units)
-    if plan_check is not None and plan_check.is_consistent is not False:
-        _show_line(plan_check.sentence, "units", ())
-    if not findings:
-        show_text(plain("No problem besides the sharding plan was found."))
-    page_link("advice", "Open Advice", icon=":material/lightbulb:")
-
-
-def _page_of(finding: Finding, verdict: Verdict) -> str:
-    if finding.rule in _PAGE_OF_RULE:
-        return _PAGE_OF_RULE[finding.rule]
-    if finding.units:
-        return "units"
-    return page_of_limit(verdict.of_speed)
 
 
 def _show_line(sentence: str, page: str, units: Sequence[str]) -> None:
     show_text(plain(sentence))
     named = {"unit": format_unit(units[0])} if len(units) == 1 else {"unit": None}
-    file = find_page(page)
-    page_link(page, f"Show in {file.title}", icon=file.icon, **named)
+    page_link(page, f"Show in {find_page(page).title}", **named)
 
 
 entry = entry_or_stop()

@@ -5,7 +5,6 @@ from functools import partial
 from math import isnan
 
 import streamlit as st
-from streamlit.delta_generator import DeltaGenerator
 
 from fsdp_inspect import Run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
@@ -14,11 +13,11 @@ from fsdp_inspect.analysis.mesh_grid import default_axes, measure_mesh_grid
 from fsdp_inspect.analysis.rank_grid import measure_rank_grid
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import MISSING, format_ns
+from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import ranks_wording
 from fsdp_inspect.report.charts.results import draw_breakdown
-from fsdp_inspect.report.wording import format_metric
+from fsdp_inspect.report.wording import describe_provenance, format_metric
 from fsdp_inspect.result_types import (
     CollectiveSkew,
     DimensionWait,
@@ -31,7 +30,7 @@ from fsdp_inspect.result_types import (
     RunSource,
     Summary,
 )
-from fsdp_inspect_app import loading, wording
+from fsdp_inspect_app import loading
 from fsdp_inspect_app.app_pages.overview.frames import frame_breakdown
 from fsdp_inspect_app.app_pages.ranks.charts import (
     draw_grid,
@@ -43,27 +42,28 @@ from fsdp_inspect_app.app_pages.ranks.charts import (
 )
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
-    column_formats,
     metric_tiles,
     show_card,
     show_chart_card,
     show_csv_button,
-    show_explore_button,
+    show_empty_card,
     show_headline,
     show_note,
     show_table,
+    show_table_card,
     show_text,
     show_tiles,
 )
-from fsdp_inspect_app.drawn_chart import Click, show_chart
-from fsdp_inspect_app.page_sheet import sheet_section
+from fsdp_inspect_app.drawn_chart import Click
 from fsdp_inspect_app.selection import (
     RANK_KEY,
     STEP_KEY,
     entry_or_stop,
     follow,
     link,
+    open_column,
     page_link,
+    pick,
     switch_page,
 )
 from fsdp_inspect_app.tables import frame_of
@@ -159,11 +159,9 @@ def _show_refusals(refusals: Sequence[str]) -> None:
 
 
 def _pick_measure() -> str:
-    names = list(_MEASURES)
-    follow(_MEASURE_KEY, "rank measure", {name: name for name in names}, names[0])
-    chosen = st.segmented_control("Measure", names, required=True, key="rank measure")
-    link(_MEASURE_KEY, str(chosen))
-    return _MEASURES[str(chosen)]
+    names, key = [*_MEASURES], "rank measure"
+    show = partial(st.segmented_control, required=True)
+    return _MEASURES[pick("Measure", names, names[0], name=_MEASURE_KEY, key=key, show=show)]
 
 
 def _pick_rank(run_id: str, known: Sequence[int]) -> int | None:
@@ -183,8 +181,8 @@ def _picker_of(run_id: str) -> str:
 def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | None) -> None:
     metric = find_metric(grid.metric)
     if grid.highest is None:
-        with show_card(f"{metric.label.capitalize()} by rank and step", key="rank-grid"):
-            show_note(plain(_why_empty(grid)))
+        title = f"{metric.label.capitalize()} by rank and step"
+        show_empty_card(title, _why_empty(grid), key="rank-grid")
         return
     highest = grid.highest
     amount = format_metric(grid.metric, highest.value)
@@ -197,28 +195,25 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
         f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
         f"{len(grid.steps)} steps. Highest in a timed step: {amount}, rank {highest.rank}, step "
         f"{highest.step}. Colors span the 1st to the 99th percentile of timed steps. Click a cell "
-        "to open its rank and step. " + wording.describe_provenance(summary.provenance, "step")
+        "to open its rank and step. " + describe_provenance(summary.provenance, "step")
     )
-    title = f"{metric.label.capitalize()} by rank and step"
-    chart = draw_grid(grid, rank=rank, step=step)
-    with show_card(title, key="rank-grid", note=note) as header:
-        with header:
-            show_explore_button(chart, key="rank-grid", title=title)
-        show_chart(
-            chart,
-            key="rank-grid",
-            alt=f"A map of {metric.label}: {of_all} by {len(grid.steps)} steps. Highest: {amount} "
-            f"on rank {highest.rank} in step {highest.step}",
-            on_click=partial(_open_cell, grid),
-        )
-        page_link(
-            "ranks",
-            f"Open the highest: rank {highest.rank}, step {highest.step}",
-            icon=":material/search:",
-            rank=highest.rank,
-            step=highest.step,
-        )
-        _show_grid_table(grid)
+    show_chart_card(
+        f"{metric.label.capitalize()} by rank and step",
+        draw_grid(grid, rank=rank, step=step),
+        partial(frame_grid, grid),
+        key="rank-grid",
+        alt=f"A map of {metric.label}: {of_all} by {len(grid.steps)} steps. Highest: {amount} "
+        f"on rank {highest.rank} in step {highest.step}",
+        note=note,
+        on_click=partial(_open_cell, grid),
+    )
+    page_link(
+        "ranks",
+        f"Open the highest: rank {highest.rank}, step {highest.step}",
+        icon=":material/search:",
+        rank=highest.rank,
+        step=highest.step,
+    )
 
 
 def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
@@ -226,62 +221,39 @@ def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
     axes = loading.result_of(entry, list_axes)
     if len(axes) < 2 or not ranks.ranks:
         return
-    label = find_metric(measure).label
-    title = f"{label.capitalize()} by mesh dimension"
-    with show_card(title, key="mesh-grid") as header:
-        left, right = st.columns(2)
-        first, second = loading.result_of(entry, default_axes)
-        rows = _pick_axis(left, "Rows", "mesh rows", axes, first)
-        others = [axis for axis in axes if axis != rows]
-        usual = second if second in others else others[0]
-        columns = _pick_axis(right, "Columns", "mesh columns", others, usual)
-        grid = loading.result_of(entry, _measure_mesh, metric=measure, rows=rows, columns=columns)
-        show_text(plain(ranks_wording.describe_location(grid)))
-        chart = draw_mesh_grid(grid)
-        with header:
-            show_explore_button(chart, key="mesh-grid", title=title)
-        show_chart(
-            chart,
-            key="mesh-grid",
-            alt=f"A map of {label}: {rows} by {columns}. {ranks_wording.describe_location(grid)}",
-        )
-        show_note(
-            plain(
-                "Each cell is the median over its ranks, in their typical steps. A stage, group "
-                "or node is named only if each of its ranks is above all other ranks."
-            )
-        )
-        frame = frame_mesh_grid(grid)
-        panel = st.expander("Table: ranks by mesh dimension", key="mesh-grid-panel")
-        with panel:
-            show_table(frame, key="mesh-grid-rows", alt="Ranks by mesh dimension")
-            show_csv_button(frame, key=f"mesh-{measure}")
+    left, right = st.columns(2)
+    first, second = loading.result_of(entry, default_axes)
+    with left:
+        rows = pick("Mesh rows", axes, first, name="mesh_rows", key="mesh rows")
+    others = [axis for axis in axes if axis != rows]
+    usual = second if second in others else others[0]
+    with right:
+        columns = pick("Mesh columns", others, usual, name="mesh_columns", key="mesh columns")
+    grid = loading.result_of(entry, _measure_mesh, metric=measure, rows=rows, columns=columns)
+    label, where = find_metric(measure).label, ranks_wording.describe_location(grid)
+    show_chart_card(
+        f"{label.capitalize()} by mesh dimension",
+        draw_mesh_grid(grid),
+        frame_mesh_grid(grid),
+        key="mesh-grid",
+        alt=f"A map of {label}: {rows} by {columns}. {where}",
+        note="Each cell is the median over its ranks, in their typical steps. A stage, group or "
+        "node is named only if each of its ranks is above all other ranks.",
+        below=plain(where),
+    )
 
 
 def _show_dimension_waits(ranks: Ranks) -> None:
     """Show which ranks are late along each dimension of the mesh."""
-    if not ranks.dimension_waits:
-        return
-    frame = frame_of(DimensionWait.TABLE, ranks.dimension_waits)
-    with show_card(DimensionWait.TABLE.title, key="dimension-waits") as header:
-        with header:
-            show_csv_button(frame, key="dimension-waits")
-        show_table(frame, key="dimension-waits-rows", alt="Late ranks, one row for each dimension")
-        show_note(
-            plain(
-                "A late rank makes its group wait along one dimension. Then the whole group is "
-                "late along the next one. No rank is named if ranks take turns in arriving last."
-            )
+    if ranks.dimension_waits:
+        show_table_card(
+            DimensionWait.TABLE.title,
+            frame_of(DimensionWait.TABLE, ranks.dimension_waits),
+            key="dimension-waits",
+            alt="Late ranks, one row for each dimension",
+            note="A late rank makes its group wait along one dimension. Then the whole group is "
+            "late along the next one. No rank is named if ranks take turns in arriving last.",
         )
-
-
-def _pick_axis(place: DeltaGenerator, label: str, key: str, axes: Sequence[str], first: str) -> str:
-    """The chosen dimension; its link has the same words as the picker."""
-    name = key.replace(" ", "_")
-    follow(name, key, {axis: axis for axis in axes}, first)
-    chosen = place.selectbox(label, axes, key=key)
-    link(name, str(chosen))
-    return str(chosen)
 
 
 def _measure_mesh(run: RunSource, *, metric: str, rows: str, columns: str) -> MeshGrid:
@@ -305,20 +277,6 @@ def _why_empty(grid: RankGrid) -> str:
     if grid.metric == "lateness_ns":
         return "Arrival order is unknown: no collective of two ranks matches."
     return "No completed step yet."
-
-
-@st.fragment
-@sheet_section("grid table")
-def _show_grid_table(grid: RankGrid) -> None:
-    """Show the map as a table, which is built when it is opened."""
-    title = f"Table: {len(grid.ranks)} ranks by {len(grid.steps)} steps"
-    panel = st.expander(title, key="rank-grid-panel", on_change="rerun")
-    if not panel.open:
-        return
-    with panel:
-        frame = frame_grid(grid)
-        show_table(frame, key="rank-grid-rows", alt=title)
-        show_csv_button(frame, key=f"ranks-{grid.metric}")
 
 
 def _show_rank(
@@ -358,17 +316,16 @@ def _pick_step(entry: RunEntry, rank: int, closest: int | None) -> int | None:
     if not steps:
         return None
     first = steps[-1] if closest is None else closest
-    key = f"step of rank {rank} of {entry.id}"
-    follow(STEP_KEY, key, {str(step): step for step in steps}, first)
-    chosen = st.selectbox(
+    return pick(
         "Step",
         steps,
-        key=key,
+        first,
+        name=STEP_KEY,
+        key=f"step of rank {rank} of {entry.id}",
+        is_default_hidden=first == closest,
         format_func=lambda step: f"{step} (typical)" if step == closest else str(step),
         width=_PICKER_PX,
     )
-    link(STEP_KEY, None if chosen == closest else str(chosen))
-    return chosen
 
 
 def _show_links(rank: int, step: int | None) -> None:
@@ -376,19 +333,18 @@ def _show_links(rank: int, step: int | None) -> None:
         page_link(
             "timeline",
             "Show in timeline" if step is None else f"Show step {step} in timeline",
-            icon=":material/view_timeline:",
             rank=rank,
             step=step,
         )
-        page_link("memory", "Show memory", icon=":material/memory:", rank=rank, step=None)
-        page_link("ranks", "All ranks", icon=":material/grid_on:", rank=None, step=None)
+        page_link("memory", "Show memory", rank=rank, step=None)
+        page_link("ranks", "All ranks", rank=None, step=None)
 
 
 def _show_rank_steps(grid: RankGrid, rank: int) -> None:
     metric = find_metric(grid.metric)
     if grid.of_rank(rank) is None:
-        with show_card(f"{metric.label.capitalize()} over steps", key="rank-steps"):
-            show_note(plain(f"Unknown for rank {rank}: {_why_empty(grid)}"))
+        reason = f"Unknown for rank {rank}: {_why_empty(grid)}"
+        show_empty_card(f"{metric.label.capitalize()} over steps", reason, key="rank-steps")
         return
     show_chart_card(
         f"{metric.label.capitalize()} over steps",
@@ -398,15 +354,8 @@ def _show_rank_steps(grid: RankGrid, rank: int) -> None:
         alt=f"{metric.label} of rank {rank} over {len(grid.steps)} steps and the median of all "
         "ranks",
         note=f"{metric.label.capitalize()}: {metric.definition}. Click a step to open it.",
-        on_click=partial(_open_step, grid, rank),
+        on_click=open_column("ranks", STEP_KEY, grid.steps, rank=rank),
     )
-
-
-def _open_step(grid: RankGrid, rank: int, click: Click) -> None:
-    """Open the clicked step of the rank."""
-    step = click.column()
-    if step in grid.steps:
-        switch_page("ranks", rank=rank, step=step)
 
 
 def _show_rank_step(
@@ -423,8 +372,7 @@ def _show_rank_step(
         alt=f"One bar of {format_ns(breakdown.step_time_ns)}: the parts of step {step} of rank "
         f"{rank}",
         note=f"{verdict.sentence if verdict else ''} The parts add up. Hatching marks exposed "
-        "waits. "
-        + wording.describe_provenance(run.summary().provenance, "step", "forward", "backward"),
+        "waits. " + describe_provenance(run.summary().provenance, "step", "forward", "backward"),
     )
 
 
@@ -438,20 +386,15 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
     with show_card(f"Ranks: {len(ranks.ranks)}", key="all-ranks") as header:
         with header:
             show_csv_button(frame, key="ranks")
-        st.dataframe(
+        show_table(
             frame,
-            hide_index=True,
-            column_config={
-                **column_formats(frame),
-                "rank": st.column_config.NumberColumn(pinned=True),
-            },
-            placeholder=MISSING,
+            key=_TABLE_KEY,
+            alt="The ranks, one row each",
+            columns={"rank": st.column_config.NumberColumn(pinned=True)},
             # A callback reports a choice once; the row stays chosen in later runs of the page.
             on_select=partial(_open_row, numbers, run_id),
             selection_mode="single-row",
             selection_default={"selection": {"rows": chosen}},
-            key=_TABLE_KEY,
-            alt="The ranks, one row each",
         )
         show_note(
             plain(f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank.")
@@ -469,16 +412,13 @@ def _open_row(numbers: Sequence[int], run_id: str) -> None:
 
 
 def _show_skews(ranks: Ranks) -> None:
-    skews = frame_of(CollectiveSkew.TABLE, ranks.skews)
-    with show_card("Skew and transfer by collective", key="skews") as header:
-        with header:
-            show_csv_button(skews, key="skews")
-        show_table(
-            skews, key="skews-table", alt="Skew and transfer, one row for each kind of collective"
-        )
-        show_note(
-            plain(f"Skew: {find_metric('skew_ns').definition}; median and p90. Transfer: mean.")
-        )
+    show_table_card(
+        "Skew and transfer by collective",
+        frame_of(CollectiveSkew.TABLE, ranks.skews),
+        key="skews",
+        alt="Skew and transfer, one row for each kind of collective",
+        note=f"Skew: {find_metric('skew_ns').definition}; median and p90. Transfer: mean.",
+    )
 
 
 entry = entry_or_stop()

@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.analysis.run_list import change_ratio
 from fsdp_inspect.result_types import RunEntry, RunManifest, Summary
-from fsdp_inspect_app import wording
 from fsdp_inspect_app.catalog_reading import KnownRuns, RunRow
 from fsdp_inspect_app.tables import mib, ms, percent
 from fsdp_inspect_app.user_store import RunNote
@@ -175,7 +175,7 @@ def frame_about(manifest: RunManifest, summary: Summary) -> pd.DataFrame:
         "recorded (UTC)": manifest.created,
         "status": summary.status,
         "model": manifest.model.class_name,
-        "plan": wording.describe_sharding(manifest),
+        "plan": describe_sharding(manifest),
         "mesh": ", ".join(f"{name} {size}" for name, size in manifest.mesh.items()),
         "ranks": f"{summary.num_ranks} recorded of {summary.world_size}",
         "device": manifest.device_name or manifest.device_type,

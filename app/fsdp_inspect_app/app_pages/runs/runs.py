@@ -30,7 +30,6 @@ from fsdp_inspect_app.catalog_reading import (
 )
 from fsdp_inspect_app.empty_states import show_no_runs
 from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
-from fsdp_inspect_app.pages import find_page
 from fsdp_inspect_app.run_filters import choose_by_setting
 from fsdp_inspect_app.run_notes import (
     read_notes,
@@ -246,9 +245,8 @@ def _show_actions(
             width="content",
         )
     if len(chosen) == 1:
-        first = find_page(_first_page(chosen[0]))
         name = code(run_name(chosen[0]))
-        page_link(first.name, f"Open {name}", icon=first.icon, run=chosen[0])
+        page_link(_first_page(chosen[0]), f"Open {name}", run=chosen[0])
     compared = _compared(chosen, baseline)
     if len(compared) > _MOST_COMPARED:
         st.caption(f"{len(compared)} runs chosen. Compare at most {_MOST_COMPARED}.")
@@ -256,7 +254,6 @@ def _show_actions(
         page_link(
             "compare",
             f"Compare {len(compared)} runs",
-            icon=":material/compare_arrows:",
             baseline=compared[0],
             **{WITH_KEY: compared[1:]},
         )

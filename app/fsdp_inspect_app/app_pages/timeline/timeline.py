@@ -13,6 +13,7 @@ from fsdp_inspect.analysis.run_heading import measure_run_heading
 from fsdp_inspect.analysis.step_waits import describe_event, measure_step_waits
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_ns, format_steps, format_unit, listed
+from fsdp_inspect.report.wording import describe_provenance, describe_step
 from fsdp_inspect.result_types import (
     EventFacts,
     Memory,
@@ -21,8 +22,14 @@ from fsdp_inspect.result_types import (
     StepSelection,
     StepTimes,
 )
-from fsdp_inspect_app import loading, wording
-from fsdp_inspect_app.app_pages.timeline.frames import frame_spans, show_range
+from fsdp_inspect_app import loading
+from fsdp_inspect_app.app_pages.timeline.frames import (
+    frame_spans,
+    show_range,
+    tell_event,
+    tell_origin,
+    tell_wait,
+)
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     show_csv_button,
@@ -50,7 +57,6 @@ from fsdp_inspect_app.selection import (
 )
 from fsdp_inspect_app.tables import frame_of
 from fsdp_inspect_app.timeline.component import jump_to, show_timeline
-from fsdp_inspect_app.timeline.details import tell_event, tell_origin, tell_wait
 from fsdp_inspect_app.timeline.difference import Difference, UnitChange, compare_units
 from fsdp_inspect_app.timeline.request import (
     TimelineRequest,
@@ -119,7 +125,7 @@ def show_page(entry: RunEntry, run: Run, outline: RunHeading) -> None:
     rank = outline.median_rank if outline.median_rank in drawn else drawn[0]
     with answer:
         breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
-        show_headline(plain(wording.describe_step(breakdown)))
+        show_headline(plain(describe_step(breakdown)))
     difference = None if second is None else _compare(second, tracks, rank)
     show_timeline(
         [tracks],
@@ -162,7 +168,7 @@ def _show_no_steps(selection: StepSelection, memory: Memory) -> None:
             "units and waits, import a torch.profiler trace of the same training.",
             remedy="fsdp-inspect import TRACE --out runs/imported",
         )
-        page_link("memory", "Open Memory", icon=":material/memory:")
+        page_link("memory")
     else:
         show_nothing(
             "No completed step yet.",
@@ -488,7 +494,7 @@ def _show_selection(entry: RunEntry, tracks: TrackSet, selected: Place | None) -
             show_note(plain(f"Rank {rank} · {tell_origin(facts)}"), width="content")
             if facts.fqn is not None:
                 name = format_unit(facts.fqn)
-                page_link("units", plain(f"Open unit {name}"), icon=":material/stacks:", unit=name)
+                page_link("units", plain(f"Open unit {name}"), unit=name)
 
 
 def _facts(entry: RunEntry, tracks: TrackSet, place: Place) -> EventFacts:
@@ -504,7 +510,7 @@ def _facts(entry: RunEntry, tracks: TrackSet, place: Place) -> EventFacts:
 
 def _describe_origin(tracks: TrackSet, outline: RunHeading) -> list[str]:
     """The method of the times."""
-    provenance = wording.describe_provenance(
+    provenance = describe_provenance(
         outline.provenance, "forward", "backward", "all_gather", "reduce_scatter"
     )
     if tracks.manifest.source != "imported":

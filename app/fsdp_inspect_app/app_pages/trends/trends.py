@@ -19,7 +19,7 @@ from fsdp_inspect_app.app_pages.trends.charts import MOST_SERIES, draw_trend
 from fsdp_inspect_app.cards import show_card, show_chart_card, show_headline, show_note, show_text
 from fsdp_inspect_app.catalog_reading import KnownCatalog, open_page, show_reading
 from fsdp_inspect_app.run_filters import pick_filter
-from fsdp_inspect_app.selection import BASELINE_KEY, WITH_KEY, follow, link, page_link
+from fsdp_inspect_app.selection import BASELINE_KEY, WITH_KEY, page_link, pick
 from fsdp_inspect_app.wording import code, plain
 
 _AXES = {
@@ -70,21 +70,15 @@ def _measure(
 def _pick(catalog: KnownCatalog) -> tuple[str, TrendAxis, tuple[str, ...]]:
     splits = [_TOGETHER, *catalog.settings]
     with st.container(horizontal=True):
-        follow("metric", "metric", {name: name for name in METRICS_OF_RUNS}, METRICS_OF_RUNS[0])
-        metric = st.selectbox(
+        metric = pick(
             "Metric",
             METRICS_OF_RUNS,
-            key="metric",
+            METRICS_OF_RUNS[0],
+            name="metric",
             format_func=lambda name: find_run_metric(name).label,
         )
-        follow("axis", "axis", {axis.value: axis for axis in TrendAxis}, TrendAxis.TIME)
-        axis = st.selectbox("Over", list(TrendAxis), key="axis", format_func=lambda one: _AXES[one])
-        assert axis is not None  # it always has a value
-        follow("split", "split", {name: name for name in splits}, _TOGETHER)
-        split = st.selectbox("Series", splits, key="split")
-    link("metric", metric)
-    link("axis", axis.value)
-    link("split", None if split == _TOGETHER else split)
+        axis = pick("Over", [*TrendAxis], TrendAxis.TIME, name="axis", format_func=_AXES.get)
+        split = pick("Series", splits, _TOGETHER, name="split", is_default_hidden=True)
     return metric, axis, MODEL_AND_RANKS if split == _TOGETHER else (split,)
 
 
@@ -162,7 +156,6 @@ def _show_change(trend: Trend, change: TrendChange, number: int) -> None:
         page_link(
             "compare",
             "Compare with the run before",
-            icon=":material/compare_arrows:",
             run=change.run,
             **{BASELINE_KEY: change.run_before, WITH_KEY: [change.run]},
         )

@@ -1,16 +1,15 @@
 """Tabulate and draw one unit: its collectives and the memory it holds. Nothing is computed here."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
-from fsdp_inspect.analysis.units import COLLECTIVES_TABLE
 from fsdp_inspect.formatting import (
     format_bytes,
     format_bytes_per_s,
-    format_cause,
+    format_category,
     format_ms,
     format_ns,
 )
@@ -22,18 +21,13 @@ from fsdp_inspect.report.charts.lines import Line, Lines, draw_lines
 from fsdp_inspect.report.palette import NEUTRAL, Look
 from fsdp_inspect.report.wording import format_kind
 from fsdp_inspect.result_types import (
-    Cause,
     CollectiveHistory,
-    ExposedOwner,
     LinkFit,
     OneCollective,
-    PeakMoment,
     Unit,
-    UnitCost,
     UnitHistory,
 )
-from fsdp_inspect_app import wording
-from fsdp_inspect_app.tables import frame_of, gb_per_s, mib, ms, percent
+from fsdp_inspect_app.tables import frame_of, gb_per_s, mib, ms
 
 
 def draw_collectives(history: UnitHistory, fits: Mapping[str, LinkFit]) -> Chart | None:
@@ -97,7 +91,7 @@ def draw_holds(history: UnitHistory) -> Chart:
     categories = dict.fromkeys(hold.category for hold in history.holds)
     rows = [
         Row(
-            wording.name_category(category),
+            format_category(category),
             tuple(
                 Bar(
                     hold.start_ns,
@@ -129,19 +123,6 @@ _MEDIAN = Look("median", "var(--ink)", "var(--ink)")
 
 
 # --- Build tables of one unit: collectives, causes, memory and parameters.
-
-
-def frame_collectives(unit: UnitCost) -> pd.DataFrame:
-    """The collectives of one unit, one row for each of its kinds."""
-    kinds = {
-        "all-gather": unit.all_gather,
-        "reduce-scatter": unit.reduce_scatter,
-        "all-reduce": unit.all_reduce,
-    }
-    present = {name: collective for name, collective in kinds.items() if collective.count_per_step}
-    frame = frame_of(COLLECTIVES_TABLE, list(present.values()))
-    frame.insert(0, "collective", list(present))
-    return frame
 
 
 def name_history(history: CollectiveHistory) -> str:
@@ -186,62 +167,17 @@ def _spread_row(one: CollectiveHistory, fit: LinkFit | None) -> dict[str, Any]:
 
 def frame_holds(history: UnitHistory) -> pd.DataFrame:
     """The times at which one unit holds memory in a step."""
-    return pd.DataFrame(
-        [
-            {
-                "category": wording.name_category(hold.category),
-                "from (ms)": ms(hold.start_ns),
-                "to (ms)": ms(hold.end_ns),
-                "held (MiB)": mib(hold.bytes),
-            }
-            for hold in history.holds
-        ]
-    )
+    rows = [
+        (format_category(hold.category), ms(hold.start_ns), ms(hold.end_ns), mib(hold.bytes))
+        for hold in history.holds
+    ]
+    return pd.DataFrame(rows, columns=["category", "from (ms)", "to (ms)", "held (MiB)"])
 
 
 def frame_parameters(unit: Unit) -> pd.DataFrame:
     """The parameters of one unit, in the model's order."""
-    return pd.DataFrame(
-        [
-            {
-                "parameter": name,
-                "shape": " x ".join(map(str, shape)) or "scalar",
-                "parameters": math.prod(shape),
-            }
-            for name, shape in unit.parameters.items()
-        ]
-    )
-
-
-def frame_causes(owners: Sequence[ExposedOwner]) -> pd.DataFrame:
-    """The waits of one unit per step by cause, one row for each kind and phase."""
-    return pd.DataFrame(
-        [
-            {
-                "collective": f"{format_kind(owner.kind)}, {owner.phase}",
-                "exposed (ms)": ms(owner.exposed_ns),
-                **{
-                    f"{format_cause(cause.label)} (ms)": ms(owner.causes_ns.get(cause.label, 0))
-                    for cause in Cause
-                    if any(cause.label in one.causes_ns for one in owners)
-                },
-                "share of the step (%)": percent(owner.step_ratio),
-            }
-            for owner in owners
-        ]
-    )
-
-
-def frame_owned(peak: PeakMoment, unit: int) -> pd.DataFrame:
-    """The memory that one unit owns at the peak of a memory step, by category."""
-    return pd.DataFrame(
-        [
-            {
-                "category": wording.name_category(category.category),
-                "at the peak (MiB)": mib(category.bytes),
-            }
-            for owner in peak.owners
-            if owner.unit == unit
-            for category in owner.categories
-        ]
-    )
+    rows = [
+        (name, " x ".join(map(str, shape)) or "scalar", math.prod(shape))
+        for name, shape in unit.parameters.items()
+    ]
+    return pd.DataFrame(rows, columns=["parameter", "shape", "parameters"])

@@ -7,24 +7,29 @@ from streamlit.delta_generator import DeltaGenerator
 
 from fsdp_inspect import Run
 from fsdp_inspect.analysis.prefetch import GATHERS
+from fsdp_inspect.analysis.units import UnitKindCost
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import (
     format_bytes,
     format_bytes_per_s,
+    format_category,
     format_cause,
     format_count,
     format_ns,
     format_unit,
 )
-from fsdp_inspect.report.wording import format_kind
+from fsdp_inspect.report.wording import describe_provenance, format_kind
 from fsdp_inspect.result_types import (
     Bandwidth,
+    Cause,
     Exposed,
     LinkFit,
+    PeakMoment,
     RankWaits,
     Summary,
     Unit,
     UnitCost,
+    UnitCosts,
     UnitHistory,
 )
 from fsdp_inspect_app import wording
@@ -32,11 +37,8 @@ from fsdp_inspect_app.app_pages.units.charts import (
     draw_collectives,
     draw_holds,
     draw_spreads,
-    frame_causes,
-    frame_collectives,
     frame_history,
     frame_holds,
-    frame_owned,
     frame_parameters,
     frame_spreads,
     name_history,
@@ -49,6 +51,7 @@ from fsdp_inspect_app.cards import (
     show_headline,
     show_note,
     show_table,
+    show_table_card,
     show_text,
 )
 from fsdp_inspect_app.selection import RANK_KEY, STEP_KEY, UNIT_KEY, Value, page_link
@@ -86,12 +89,13 @@ def show_unit(
         st.warning(plain(str(error)), icon=":material/warning:")
     with answer:
         show_headline(_describe_waits(unit, waits, summary))
-    show_text(plain(_describe_unit(unit)))
+    show_text(plain(f"{_describe_unit(unit)} {_describe_owned(unit, summary.memory.peak)}"))
     _show_waits(unit, waits, summary)
     if history is not None and history.histories:
         _show_collectives(history, _fits_of(history, waits.bandwidth if waits else None), summary)
+    else:
+        _show_holds(history)
     _show_prefetch(waits)
-    _show_memory(unit, history, summary)
     _show_parameters(record)
 
 
@@ -135,6 +139,18 @@ def _describe_unit(unit: UnitCost) -> str:
     return " ".join(facts)
 
 
+def _describe_owned(unit: UnitCost, peak: PeakMoment | None) -> str:
+    """The memory that the unit owns at the peak."""
+    if peak is None:
+        return "Memory at the peak by unit requires a memory step: Recorder(..., memory_steps=[3])."
+    owned = [row for owner in peak.owners if owner.unit == unit.index for row in owner.categories]
+    amounts = [f"{format_category(row.category)} {format_bytes(row.bytes)}" for row in owned]
+    return (
+        f"Memory at the peak (step {peak.step}, rank {peak.rank}, counted by the storage tracker): "
+        f"{', '.join(amounts) or 'none of this unit'}."
+    )
+
+
 def _show_waits(unit: UnitCost, waits: RankWaits | None, summary: Summary) -> None:
     exposed = waits.exposed if waits is not None else None
     if exposed is None or not exposed.owners:
@@ -144,22 +160,37 @@ def _show_waits(unit: UnitCost, waits: RankWaits | None, summary: Summary) -> No
             key="unit-waits",
         )
         return
-    frame = frame_causes(exposed.owners)
+    causes = [
+        f"cause_{cause.label}_ns"
+        for cause in Cause
+        if any(cause.label in owner.causes_ns for owner in exposed.owners)
+    ]
+    names = ("collective", "phase", "exposed_ns", *causes, "step_ratio")
+    frame = frame_of(RankWaits.TABLE, exposed.owners, *names)
     with show_card("Exposed waits by cause", key="unit-waits") as header:
         with header:
             show_csv_button(frame, key="unit-waits")
         show_table(frame, key="unit-causes", alt="Exposed waits of the unit by cause")
         show_table(
-            frame_collectives(unit),
+            frame_of(
+                UnitCosts.COLLECTIVES,
+                _collectives_of(unit),
+                *(column.name for column in UnitCosts.COLLECTIVES.columns[1:]),
+            ),
             key="unit-collectives",
             alt="Collectives of the unit, one row for each kind",
         )
         _show_longest_wait(exposed, unit)
         arrivals = waits.arrivals.sentence if waits is not None and waits.arrivals else ""
-        provenance = wording.describe_provenance(
+        provenance = describe_provenance(
             summary.provenance, "all_gather", "reduce_scatter", "all_reduce"
         )
         show_note(plain(f"Typical step of rank {exposed.rank}. {provenance} {arrivals}"))
+
+
+def _collectives_of(unit: UnitCost) -> list[UnitKindCost]:
+    kinds = {kind: getattr(unit, kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    return [UnitKindCost(unit.fqn, *one) for one in kinds.items() if one[1].count_per_step]
 
 
 def _show_longest_wait(exposed: Exposed, unit: UnitCost) -> None:
@@ -178,7 +209,7 @@ def _show_longest_wait(exposed: Exposed, unit: UnitCost) -> None:
                 f"{format_kind(longest.kind)} in {longest.phase} ({causes})."
             )
         )
-    page_link("timeline", "Show in timeline", icon=":material/view_timeline:", **shown)
+    page_link("timeline", "Show in timeline", **shown)
 
 
 def _fits_of(history: UnitHistory, bandwidth: Bandwidth | None) -> dict[str, LinkFit]:
@@ -190,7 +221,7 @@ def _fits_of(history: UnitHistory, bandwidth: Bandwidth | None) -> dict[str, Lin
 
 
 def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], summary: Summary) -> None:
-    provenance = wording.describe_provenance(
+    provenance = describe_provenance(
         summary.provenance, "all_gather", "reduce_scatter", "all_reduce"
     )
     left, right = st.columns(2)
@@ -214,6 +245,7 @@ def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], summary
             note="Bars: p10 to p90 over the timed steps. Line and number: median. The table "
             "compares them with the fit.",
         )
+        _show_holds(history)
 
 
 def _describe_rates(history: UnitHistory, fits: Mapping[str, LinkFit]) -> str:
@@ -238,65 +270,36 @@ def _show_prefetch(waits: RankWaits | None) -> None:
             "Prefetch", "This unit has no all-gather in a timed step.", key="unit-prefetch"
         )
         return
-    frame = frame_of(GATHERS, prefetches, *_PREFETCH_COLUMNS)
-    with show_card("Prefetch", key="unit-prefetch") as header:
-        with header:
-            show_csv_button(frame, key="unit-prefetch")
-        show_table(
-            frame, key="unit-prefetches", alt="All-gathers of the unit, one row for each phase"
-        )
-        show_note(
-            plain(
-                "Lead: time from the issue of the all-gather to its need. A lead as long as the "
-                "time in flight hides it. Explicit: the hook of another unit issued it. Implicit: "
-                "its own unit issued it early, because the host ran ahead. Missed: its own unit "
-                "issued it when it was needed. Blocked: it blocked the host. First: no compute "
-                "precedes it."
-            )
-        )
+    show_table_card(
+        "Prefetch",
+        frame_of(GATHERS, prefetches, *_PREFETCH_COLUMNS),
+        key="unit-prefetch",
+        alt="All-gathers of the unit, one row for each phase",
+        note="Lead: time from the issue of the all-gather to its need. A lead as long as the time "
+        "in flight hides it. Explicit: the hook of another unit issued it. Implicit: its own unit "
+        "issued it early, because the host ran ahead. Missed: its own unit issued it when it was "
+        "needed. Blocked: it blocked the host. First: no compute precedes it.",
+    )
 
 
-def _show_memory(unit: UnitCost, history: UnitHistory | None, summary: Summary) -> None:
-    left, right = st.columns([3, 2])
-    with left:
-        if history is None or not history.holds:
-            show_empty_card(
-                "Memory over the step",
-                "This unit has no all-gather in a timed step.",
-                key="unit-holds",
-            )
-        else:
-            show_chart_card(
-                f"Memory over step {history.step}",
-                draw_holds(history),
-                frame_holds(history),
-                key="unit-holds",
-                alt=f"Spans of one step of {format_ns(history.step_time_ns)} in which the unit "
-                "holds full parameters or buffers",
-                note=f"Rank {history.rank}. Inferred from event times and parameter sizes. Shards "
-                "are not drawn: they are always allocated.",
-            )
-    with right:
-        _show_owned(unit, summary)
-
-
-def _show_owned(unit: UnitCost, summary: Summary) -> None:
-    peak = summary.memory.peak
-    frame = None if peak is None else frame_owned(peak, unit.index)
-    if peak is None or frame is None or frame.empty:
+def _show_holds(history: UnitHistory | None) -> None:
+    if history is None or not history.holds:
         show_empty_card(
-            "Memory at the peak",
-            "Memory by unit requires a memory step. Record with Recorder(..., memory_steps=[3])."
-            if peak is None
-            else "This unit owns no memory at the peak.",
-            key="unit-owned",
+            "Memory over the step",
+            "This unit has no all-gather in a timed step.",
+            key="unit-holds",
         )
         return
-    with show_card("Memory at the peak", key="unit-owned"):
-        show_table(frame, key="unit-owned-rows", alt="Memory at the peak")
-        show_note(
-            plain(f"Peak of step {peak.step} on rank {peak.rank}, measured by the storage tracker.")
-        )
+    show_chart_card(
+        f"Memory over step {history.step}",
+        draw_holds(history),
+        frame_holds(history),
+        key="unit-holds",
+        alt=f"Spans of one step of {format_ns(history.step_time_ns)} in which the unit "
+        "holds full parameters or buffers",
+        note=f"Rank {history.rank}. Inferred from event times and parameter sizes. Shards "
+        "are not drawn: they are always allocated.",
+    )
 
 
 def _show_parameters(record: Unit) -> None:
@@ -308,8 +311,9 @@ def _show_parameters(record: Unit) -> None:
             key="unit-parameters",
         )
         return
-    frame = frame_parameters(record)
-    with show_card(f"Parameters: {len(frame)}", key="unit-parameters") as header:
-        with header:
-            show_csv_button(frame, key="unit-parameters")
-        show_table(frame, key="unit-parameter-rows", alt="Parameters of the unit, one row each")
+    show_table_card(
+        f"Parameters: {len(record.parameters)}",
+        frame_parameters(record),
+        key="unit-parameters",
+        alt="Parameters of the unit, one row each",
+    )

@@ -1,30 +1,31 @@
 """Page Units: the cost of each FSDP unit, and one unit in detail."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import streamlit as st
 
 from fsdp_inspect import Run
 from fsdp_inspect.errors import ImportingError, MissingDataError
-from fsdp_inspect.formatting import MISSING, format_unit
+from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.charts.results import UNIT_MEASURES, draw_kernels, draw_units
+from fsdp_inspect.report.wording import describe_provenance
 from fsdp_inspect.result_types import RunEntry, Summary, UnitCost, UnitCosts
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.app_pages.units.unit_page import show_unit
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
-    column_formats,
     show_card,
     show_chart_card,
     show_csv_button,
     show_explore_button,
     show_headline,
     show_table,
+    show_table_card,
 )
 from fsdp_inspect_app.drawn_chart import show_chart
-from fsdp_inspect_app.page_sheet import SheetTable, page_sheet
-from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, open_unit
+from fsdp_inspect_app.selection import UNIT_KEY, entry_or_stop, follow, link, open_unit, pick
 from fsdp_inspect_app.tables import frame_of
 
 _MEASURE_KEY = "bars"
@@ -65,11 +66,8 @@ def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
 
 
 def _show_bars(run: Run, summary: Summary) -> None:
-    names = {name: name for name in UNIT_MEASURES}
-    follow(_MEASURE_KEY, _MEASURE_KEY, names, "exposed")
-    chosen = st.segmented_control("Measure", list(names), required=True, key=_MEASURE_KEY)
-    measure = chosen or "exposed"
-    link(_MEASURE_KEY, measure)
+    show = partial(st.segmented_control, required=True)
+    measure = pick("Measure", [*UNIT_MEASURES], "exposed", name=_MEASURE_KEY, show=show)
     note = f"{_describe_numbers(summary)} Click a bar to open its unit."
     chart = draw_units(summary.units, measure=measure)
     with show_card(UNIT_MEASURES[measure], key="units-bars", note=note) as header:
@@ -91,7 +89,7 @@ def _show_bars(run: Run, summary: Summary) -> None:
 
 
 def _describe_numbers(summary: Summary) -> str:
-    provenance = wording.describe_provenance(
+    provenance = describe_provenance(
         summary.provenance, "all_gather", "reduce_scatter", "forward", "backward"
     )
     return (
@@ -106,19 +104,14 @@ def _show_table(summary: Summary) -> None:
     with show_card("All units", key="units-table", note=note) as header:
         with header:
             show_csv_button(frame, key="units")
-        page_sheet().add(SheetTable(frame))
-        state = st.dataframe(
+        pinned = st.column_config.TextColumn(pinned=True, help="Click to open")
+        state = show_table(
             frame,
-            hide_index=True,
-            column_config={
-                **column_formats(frame),
-                _UNIT_COLUMN: st.column_config.TextColumn(pinned=True, help="Click to open"),
-            },
             key="units",
+            alt="Units, one row each",
+            columns={_UNIT_COLUMN: pinned},
             on_select="rerun",
             selection_mode="single-cell",
-            placeholder=MISSING,
-            alt="Units, one row each",
         )
     for row, column in state["selection"]["cells"]:
         if column == _UNIT_COLUMN and row < len(summary.units):
@@ -142,8 +135,8 @@ def _show_kernels(run: Run, unit: UnitCost | None = None) -> None:
     )
     if unit is not None:
         own = [cost for cost in kernels.groups if cost.fqn == unit.fqn]
-        with show_card(f"{what} of the unit", key="unit-kernels", note=note):
-            show_table(frame_of(type(kernels).TABLE, own), key="kernels", alt=f"{what} of the unit")
+        frame, alt = frame_of(type(kernels).TABLE, own), f"{what} of the unit"
+        show_table_card(alt, frame, key="unit-kernels", alt=alt, note=note)
         return
     title = f"{what} by unit, phase and kind"
     show_chart_card(
@@ -154,8 +147,8 @@ def _show_kernels(run: Run, unit: UnitCost | None = None) -> None:
         alt=f"{title}: units above, phases below them, then kinds; the table has the numbers",
         note=note,
     )
-    with show_card(f"{what} by kind", key="kernel-kinds", note=note):
-        show_table(frame_of(type(kernels).KINDS, kernels.kinds), key="kinds", alt=f"{what} by kind")
+    frame, alt = frame_of(type(kernels).KINDS, kernels.kinds), f"{what} by kind"
+    show_table_card(alt, frame, key="kernel-kinds", alt=alt, note=note)
 
 
 entry = entry_or_stop()

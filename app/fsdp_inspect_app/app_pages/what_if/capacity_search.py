@@ -6,6 +6,7 @@ let a visitor read files of the server.
 
 import shlex
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import pandas as pd
 import streamlit as st
@@ -33,7 +34,7 @@ from fsdp_inspect.simulation.planning.search import CapacityPlan, make_capacity_
 from fsdp_inspect.simulation.planning.transformer import list_presets, load_model
 from fsdp_inspect_app.cards import show_code, show_note, show_table, show_text, show_title
 from fsdp_inspect_app.page_sheet import sheet_section
-from fsdp_inspect_app.selection import follow, link
+from fsdp_inspect_app.selection import follow, link, pick
 from fsdp_inspect_app.wording import plain
 
 _ALL_MEMORY = "all"
@@ -44,6 +45,7 @@ _SEQUENCES = ("2048", "4096", "8192", "16384", "32768", "131072")
 _SEARCHED = "plan_search"
 """The parameter of the address that opens the result."""
 _SEARCHED_VALUE = "yes"
+_pick = partial(pick, is_default_hidden=True)
 
 
 @st.fragment
@@ -63,14 +65,14 @@ def show_capacity_search(preset: str) -> None:
         first, second, third = st.columns(3)
         with first:
             usual = preset if preset in models else models[0]
-            model = _choose("plan_model", "Model", models, usual)
-            seq_len = _choose("plan_seq_len", "Sequence, tokens", _SEQUENCES, "8192")
+            model = _pick("Model", models, usual, name="plan_model")
+            seq_len = _pick("Sequence, tokens", _SEQUENCES, "8192", name="plan_seq_len")
         with second:
-            machines = _choose("plan_machines", "Machines", tuple(GPUS), "h200-ib400")
-            memory = _choose("plan_memory", "Memory of a device", _MEMORY, _ALL_MEMORY)
+            machines = _pick("Machines", tuple(GPUS), "h200-ib400", name="plan_machines")
+            memory = _pick("Memory of a device", _MEMORY, _ALL_MEMORY, name="plan_memory")
         with third:
-            gpus = _choose("plan_gpus", "GPUs", _GPUS, "64")
-            tokens = _choose("plan_tokens", "Tokens of the training", _TOKENS, "15e9")
+            gpus = _pick("GPUs", _GPUS, "64", name="plan_gpus")
+            tokens = _pick("Tokens of the training", _TOKENS, "15e9", name="plan_tokens")
         if st.button("Search plans", icon=":material/search:", type="primary"):
             is_searched = True
             st.session_state[_SEARCHED] = True
@@ -84,14 +86,6 @@ def show_capacity_search(preset: str) -> None:
                 f"{limit} --tokens {tokens} --seq-len {seq_len} --out plan",
                 key="capacity-command",
             )
-
-
-def _choose(name: str, label: str, options: Sequence[str], usual: str) -> str:
-    """Show a picker whose value stands in the address unless it is the usual one."""
-    follow(name, name, {option: option for option in options}, usual)
-    chosen = str(st.selectbox(label, options, key=name))
-    link(name, None if chosen == usual else chosen)
-    return chosen
 
 
 def _show_answer(

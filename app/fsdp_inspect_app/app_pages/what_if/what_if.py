@@ -25,13 +25,13 @@ from fsdp_inspect.result_types import (
     Simulation,
 )
 from fsdp_inspect.simulation.scenario import resolve_plan
+from fsdp_inspect.simulation.simulate import UNITS_OF_PLAN
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.app_pages.what_if.capacity_search import show_capacity_search
 from fsdp_inspect_app.app_pages.what_if.simulation import (
     PreparedRun,
     frame_parts,
     frame_peaks,
-    frame_simulated_units,
     prepare,
     simulate_knobs,
 )
@@ -47,12 +47,15 @@ from fsdp_inspect_app.cards import (
     show_table_button,
     show_tiles,
 )
-from fsdp_inspect_app.knob_widgets import show_knob
+from fsdp_inspect_app.empty_states import show_why_not_simulated
+from fsdp_inspect_app.knob_widgets import show_knob, show_prediction_button
 from fsdp_inspect_app.knobs import (
     AS_RECORDED,
     KNOBS_OF_NETWORK,
     KNOBS_OF_RANKS,
     KNOBS_OF_REDUCTION,
+    PLAN_FILE,
+    PREDICTION_FILE,
     Knob,
     command_of,
     knobs_of_units,
@@ -63,13 +66,12 @@ from fsdp_inspect_app.knobs import (
 )
 from fsdp_inspect_app.page_sheet import sheet_section
 from fsdp_inspect_app.selection import entry_or_stop, link, page_link
-from fsdp_inspect_app.tables import draw_peaks, draw_steps
+from fsdp_inspect_app.tables import draw_peaks, draw_steps, frame_of
 from fsdp_inspect_app.timeline.component import show_timeline
 from fsdp_inspect_app.timeline.track_set import TrackSet
 from fsdp_inspect_app.timeline.tracks import draw_events
 from fsdp_inspect_app.wording import plain
 
-_PLAN_FILE, _PREDICTION_FILE = "plan.toml", "plan.prediction.json"
 _PLAN_KEY = "plan"
 
 
@@ -88,11 +90,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
 def _show_refusal(reason: str) -> None:
     show_headline("This run cannot be simulated\\.")
     st.info(plain(reason), icon=":material/info:")
-    show_note(
-        "The simulation requires recorded units, collectives and compute\\. Imported traces, and "
-        "runs without a timed step, do not have them\\. Record the job:"
-    )
-    show_code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", key="record")
+    show_why_not_simulated()
 
 
 @st.fragment
@@ -297,7 +295,7 @@ def _show_timelines(entry: RunEntry, run: Run, simulation: Simulation) -> None:
     )
     with show_card("Recorded and predicted timeline", key="timelines", note=note) as header:
         with header:
-            frame = frame_simulated_units(simulation.predicted)
+            frame = frame_of(UNITS_OF_PLAN, simulation.predicted.units)
             show_table_button(frame, key="units", alt="Units of this plan, one row each")
         show_timeline(tracks, key="timelines")
 
@@ -320,31 +318,22 @@ def _show_keep(
         )
         with st.container(horizontal=True, gap="small"):
             st.download_button(
-                _PLAN_FILE,
+                PLAN_FILE,
                 simulation.plan.to_toml(),
-                file_name=_PLAN_FILE,
+                file_name=PLAN_FILE,
                 mime="application/toml",
                 icon=":material/download:",
                 key="plan-file",
                 on_click="ignore",
             )
-            st.download_button(
-                _PREDICTION_FILE,
-                lambda: make_prediction(
-                    loading.open_entry(entry).source, simulation, origin
-                ).model_dump_json(indent=1),
-                file_name=_PREDICTION_FILE,
-                mime="application/json",
-                icon=":material/download:",
-                key="prediction-file",
-                on_click="ignore",
-                help="fsdp-inspect verify compares the prediction with the run of the plan.",
+            show_prediction_button(
+                lambda: make_prediction(loading.open_entry(entry).source, simulation, origin)
             )
         show_note("The same numbers in a terminal. The address of this page has all settings:")
         show_code(_command(entry, chosen, knobs, is_linked=is_linked), key="simulate")
         show_note("After the run of the plan:")
         show_code(
-            f"fsdp-inspect verify {_PREDICTION_FILE} NEW_RUN --baseline "
+            f"fsdp-inspect verify {PREDICTION_FILE} NEW_RUN --baseline "
             f"{shlex.quote(str(entry.path))}",
             key="verify",
         )
@@ -357,7 +346,7 @@ def _command(
     if not is_linked:
         return command_of(str(entry.path), chosen, knobs)
     network = command_of(str(entry.path), chosen, KNOBS_OF_NETWORK)
-    return f"{network} --plan {_PLAN_FILE}"
+    return f"{network} --plan {PLAN_FILE}"
 
 
 entry = entry_or_stop()
