@@ -12,7 +12,7 @@ from tests.browser.states import HOSTILE
 
 pytestmark = pytest.mark.browser
 
-PAGES = [page.name for section in SECTIONS.values() for page in section if page.exists]
+PAGES = [page.name for section in SECTIONS.values() for page in section]
 
 
 @pytest.fixture
