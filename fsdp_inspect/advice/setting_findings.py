@@ -4,7 +4,9 @@ The findings come from the manifest, the plan check and the allocator's counters
 """
 
 import math
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from fsdp_inspect.advice.evidence import SIMULATED_PLANS, Effect, Evidence, Finding
 from fsdp_inspect.analysis.plan_check.unit_waste import padding_bytes
@@ -479,6 +481,8 @@ def _tiny_gathers(evidence: Evidence) -> Iterator[Finding]:
         if size <= largest
     )
     added = round(kept * (1 - 1 / manifest.mesh.get("shard", manifest.world_size)))
+    block = _most_common_block(tiny)
+    held = sum(unit.unsharded_bytes for unit in gathered if unit.fqn.startswith(f"{block}."))
     threshold = manifest.observed.get("param_persistence_threshold", "unknown")
     yield Finding(
         "R37",
@@ -488,9 +492,10 @@ def _tiny_gathers(evidence: Evidence) -> Iterator[Finding]:
         f"Such a gather takes mostly its latency. All-gathers are exposed for {format_ns(exposed)} "
         f"a step. stage3_param_persistence_threshold is {threshold}.",
         (
-            f"Raise stage3_param_persistence_threshold to {largest}, so that parameters of at most "
-            "so many elements stay gathered.",
-            "Or gather each block at once: deepspeed.utils.set_z3_leaf_modules(model, [Block]).",
+            "Gather each block at once: deepspeed.utils.set_z3_leaf_modules(model, [Block]). A "
+            "rank then holds a whole block.",
+            f"Or raise stage3_param_persistence_threshold to {largest}, so that parameters of at "
+            "most so many elements stay gathered.",
         ),
         {"exposed_all_gather_ns": exposed},
         rows=evidence.rows(lambda wait: wait.kind == "all_gather"),
@@ -500,11 +505,26 @@ def _tiny_gathers(evidence: Evidence) -> Iterator[Finding]:
             saved_high_ns=exposed,
             is_exposed=True,
             added_low_bytes=0,
-            added_high_bytes=added,
+            added_high_bytes=max(added, held),
         ),
         assumptions=("Parameters that stay gathered are gathered once more after each update.",),
-        snippet=f'"zero_optimization": {{"stage3_param_persistence_threshold": {largest}}}',
+        snippet=(
+            f'"zero_optimization": {{"stage3_param_persistence_threshold": {largest}}}'
+            if block is None
+            else "# before deepspeed.initialize\n"
+            "deepspeed.utils.set_z3_leaf_modules(\n"
+            f'    model, [type(model.get_submodule("{block}"))]\n'
+            ")"
+        ),
     )
+
+
+def _most_common_block(units: Sequence[Unit]) -> str | None:
+    """The numbered module that contains most of the units, such as `model.layers.0`."""
+    blocks = Counter(
+        found.group() for unit in units if (found := re.match(r".*?\.\d+(?=\.)", unit.fqn))
+    )
+    return next((block for block, count in blocks.most_common(1) if count > 1), None)
 
 
 def _parameter_sizes(unit: Unit) -> list[int]:

@@ -56,8 +56,13 @@ def find_engines(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def group_of(engine: Any) -> dist.ProcessGroup:
-    """The ranks among which ZeRO shards."""
-    group: dist.ProcessGroup | None = engine.optimizer.dp_process_group or dist.group.WORLD
+    """The ranks among which ZeRO shards. The parameters of ZeRO-3 have their own group."""
+    first = next(engine.module.parameters(), None)
+    group: dist.ProcessGroup | None = (
+        getattr(first, "ds_process_group", None)
+        or engine.optimizer.dp_process_group
+        or dist.group.WORLD
+    )
     assert group is not None
     return group
 
