@@ -77,9 +77,8 @@ _TRAITS = {
     ),
     FSDP1: SharderTraits(
         title="FSDP1",
-        why_not_simulated="The simulation models the schedule of FSDP2. In FSDP1, the host waits "
-        "for earlier units (limit_all_gathers), and reductions are not waited for before the end "
-        "of backward.",
+        why_not_simulated="The simulation models the schedule of FSDP2. FSDP1 waits for reductions "
+        "at the end of backward only, and prefetches in another way in forward.",
         units_have_passes=True,
         hide_single_unit="Wrap every transformer block: auto_wrap_policy=ModuleWrapPolicy({Block})",
         keep_gathered="sharding_strategy=ShardingStrategy.SHARD_GRAD_OP",
