@@ -417,30 +417,32 @@ class Run:
         self,
         bucket_cap_mb: float | None = None,
         *,
-        overlaps: bool = True,
         bandwidth: float | None = None,
         latency_ns: float | None = None,
         rank: int | None = None,
+        **changes: Any,
     ) -> BucketSimulation:
-        """Predict the step time of a DDP run with other buckets or on another network.
+        """Predict the step time of DDP, ZeRO-1 or ZeRO-2 with other buckets or another network.
 
         Args:
-            bucket_cap_mb: MiB at which a bucket is full; default the recorded buckets.
-            overlaps: False: all-reduces begin when backward has computed all gradients.
+            bucket_cap_mb: DDP: MiB at which a bucket is full; default the recorded buckets.
             bandwidth: Bus bandwidth of the network in bytes per second; default the run's own.
             latency_ns: Latency of the network in ns; default the run's own.
             rank: The rank whose work is simulated; default the median rank.
+            changes: Other settings by name, such as `overlaps=False`, `reduce_bucket_size=10**8` or
+                `zero_stage=1`: the fields of `simulation.buckets.BucketChanges`.
 
         Raises:
-            MissingDataError: The run is not a DDP run, or lacks data. The message says which.
+            MissingDataError: The run has no such buckets, or lacks data. The message says which.
+            PlanError: A setting is of another sharder than the run's.
+            TypeError: A change is unknown.
             ValueError: The network or the size is invalid.
         """
-        from fsdp_inspect.simulation.buckets import simulate_buckets
+        from fsdp_inspect.simulation.buckets import BucketChanges, simulate_buckets
 
         return simulate_buckets(
             self._context,
-            bucket_cap_mb=bucket_cap_mb,
-            overlaps=overlaps,
+            BucketChanges(bucket_cap_mb=bucket_cap_mb, **changes),
             bus_bytes_per_s=bandwidth,
             latency_ns=latency_ns,
             rank=rank,

@@ -110,7 +110,7 @@ class Evidence:
     unused_by_rank: tuple[str, ...] = ()
     """`RankRecord.unused_parameters` of the recorded ranks."""
     buckets: BucketSimulation | None = None
-    """The best size of DDP's buckets; None: the recorded one, or it is unknown."""
+    """The best size of buckets of DDP or ZeRO; None: the recorded one, or it is unknown."""
     replication: ReplicationSaving | None = None
     """The time that DDP would save; None for runs without FSDP."""
 

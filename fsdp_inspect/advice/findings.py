@@ -25,7 +25,7 @@ from fsdp_inspect.analysis.verdict.facts import HOST_RATIO, INPUT_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
-from fsdp_inspect.trace.sharders import DDP, FSDP1
+from fsdp_inspect.trace.sharders import DDP, DEEPSPEED, FSDP1, SIMPLE_FSDP
 
 _RULES = {
     Limit.STRAGGLER: "R32",
@@ -280,7 +280,7 @@ _FSDP1_REMEDIES: dict[str, SharderRemedy | None] = {
     ),
     "R30": None,  # FSDP1 pads a unit as a whole: less than one element per rank
 }
-_DDP_REMEDIES: dict[str, SharderRemedy | None] = {
+_OTHER_REMEDIES: dict[str, SharderRemedy | None] = {
     "R1": None,
     "R3": None,
     "R11": None,
@@ -291,7 +291,8 @@ _DDP_REMEDIES: dict[str, SharderRemedy | None] = {
     "R29": None,
     "R30": None,
 }
-_REMEDIES = {FSDP1: _FSDP1_REMEDIES, DDP: _DDP_REMEDIES}
+_OTHERS = (DDP, *sorted(DEEPSPEED), SIMPLE_FSDP)
+_REMEDIES = {FSDP1: _FSDP1_REMEDIES, **dict.fromkeys(_OTHERS, _OTHER_REMEDIES)}
 """Remedies by sharder, then by rule; None: the finding does not apply. Other rules concern no
 setting of a sharder."""
 

@@ -1,6 +1,6 @@
 """The table of tuning rules: the title, the trigger and the limits of each rule.
 
-The rules collect public knowledge about tuning FSDP. They have the ids R1 to R37. A rule is
+The rules collect public knowledge about tuning FSDP. They have the ids R1 to R38. A rule is
 
 - `finding`: a problem from settings or from the trace (`advice.findings`);
 - `change`: a change of the plan, simulated on the recorded run (`advice.plan_space`,
@@ -238,10 +238,10 @@ RULES: Mapping[str, Rule] = {
         "all-gathers take 2% of the step.",
     ),
     "R38": Rule(
-        "choose the size of DDP's buckets",
+        "choose the size of the buckets of DDP, ZeRO-1 or ZeRO-2",
         ("finding",),
-        "Another bucket_cap_mb is predicted to save time, and the lower end of the interval is "
-        "above 2% of the step.",
+        "Another bucket_cap_mb or reduce_bucket_size is predicted to save time, and the lower end "
+        "of the interval is above 2% of the step.",
     ),
 }
 

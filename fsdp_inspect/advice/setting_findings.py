@@ -4,7 +4,9 @@ The findings come from the manifest, the plan check and the allocator's counters
 """
 
 import math
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from fsdp_inspect.advice.evidence import SIMULATED_PLANS, Effect, Evidence, Finding
 from fsdp_inspect.analysis.plan_check.unit_waste import padding_bytes
@@ -422,19 +424,23 @@ def _reduced_microbatches(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _bucket_size(evidence: Evidence) -> Iterator[Finding]:
-    """Another size of DDP's buckets hides more of the all-reduces."""
+    """Another size of buckets leaves less of the all-reduces exposed."""
     best = evidence.buckets
     if best is None or not evidence.is_worth_naming(best.gain_low_ns):
         return
-    size, before, after = f"{best.bucket_cap_mb:g}", best.replayed, best.predicted
+    before, after, settings = best.replayed, best.predicted, best.settings
+    size, name = f"{settings.size:g} MiB", f"bucket_cap_mb={settings.size:g}"
+    if settings.is_zero:
+        size, name = f"{settings.size:,.0f} elements", f"reduce_bucket_size to {settings.size:.0f}"
+    title = evidence.manifest.sharder_traits.title
     yield Finding(
         "R38",
         (),
-        f"Buckets of {size} MiB hide more of DDP's all-reduces.",
+        f"Buckets of {size} leave less of {title}'s all-reduces exposed.",
         f"{plural(len(before.buckets), 'bucket')} recorded, {len(after.buckets)} with this size: "
         f"waits for all-reduces {format_ns(before.exposed_ns)} -> {format_ns(after.exposed_ns)} a "
         "step, simulated.",
-        (f"Set bucket_cap_mb={size}.",),
+        (f"Set {name}.",),
         {"exposed_all_reduce_ns": evidence.exposed_by_kind_ns.get("all_reduce", 0)},
         rows=evidence.rows(lambda wait: wait.kind == "all_reduce"),
         effect=Effect(
@@ -443,9 +449,11 @@ def _bucket_size(evidence: Evidence) -> Iterator[Finding]:
             saved_low_ns=best.gain_low_ns,
             saved_high_ns=best.gain_high_ns,
             is_exposed=True,
+            added_low_bytes=best.added_bytes or None,
+            added_high_bytes=best.added_bytes or None,
         ),
         assumptions=best.assumptions,
-        snippet=f"model = DistributedDataParallel(model, bucket_cap_mb={size})",
+        snippet=settings.snippet,
     )
 
 
@@ -465,7 +473,16 @@ def _tiny_gathers(evidence: Evidence) -> Iterator[Finding]:
     exposed = evidence.exposed_by_kind_ns.get("all_gather", 0)
     if 2 * len(tiny) < len(gathered) or not tiny or not evidence.is_worth_naming(exposed):
         return
-    largest = max(unit.num_parameters for unit in tiny)
+    largest = max(size for unit in tiny for size in _parameter_sizes(unit))
+    kept = sum(
+        size * unit.unsharded_bytes / max(unit.num_parameters, 1)
+        for unit in gathered
+        for size in _parameter_sizes(unit)
+        if size <= largest
+    )
+    added = round(kept * (1 - 1 / manifest.mesh.get("shard", manifest.world_size)))
+    block = _most_common_block(tiny)
+    held = sum(unit.unsharded_bytes for unit in gathered if unit.fqn.startswith(f"{block}."))
     threshold = manifest.observed.get("param_persistence_threshold", "unknown")
     yield Finding(
         "R37",
@@ -475,9 +492,10 @@ def _tiny_gathers(evidence: Evidence) -> Iterator[Finding]:
         f"Such a gather takes mostly its latency. All-gathers are exposed for {format_ns(exposed)} "
         f"a step. stage3_param_persistence_threshold is {threshold}.",
         (
-            f"Raise stage3_param_persistence_threshold to {largest + 1}, so that these parameters "
-            "stay gathered.",
-            "Or gather each block at once: deepspeed.utils.set_z3_leaf_modules(model, [Block]).",
+            "Gather each block at once: deepspeed.utils.set_z3_leaf_modules(model, [Block]). A "
+            "rank then holds a whole block.",
+            f"Or raise stage3_param_persistence_threshold to {largest}, so that parameters of at "
+            "most so many elements stay gathered.",
         ),
         {"exposed_all_gather_ns": exposed},
         rows=evidence.rows(lambda wait: wait.kind == "all_gather"),
@@ -487,6 +505,28 @@ def _tiny_gathers(evidence: Evidence) -> Iterator[Finding]:
             saved_high_ns=exposed,
             is_exposed=True,
             added_low_bytes=0,
-            added_high_bytes=sum(unit.unsharded_bytes for unit in tiny),
+            added_high_bytes=max(added, held),
+        ),
+        assumptions=("Parameters that stay gathered are gathered once more after each update.",),
+        snippet=(
+            f'"zero_optimization": {{"stage3_param_persistence_threshold": {largest}}}'
+            if block is None
+            else "# before deepspeed.initialize\n"
+            "deepspeed.utils.set_z3_leaf_modules(\n"
+            f'    model, [type(model.get_submodule("{block}"))]\n'
+            ")"
         ),
     )
+
+
+def _most_common_block(units: Sequence[Unit]) -> str | None:
+    """The numbered module that contains most of the units, such as `model.layers.0`."""
+    blocks = Counter(
+        found.group() for unit in units if (found := re.match(r".*?\.\d+(?=\.)", unit.fqn))
+    )
+    return next((block for block, count in blocks.most_common(1) if count > 1), None)
+
+
+def _parameter_sizes(unit: Unit) -> list[int]:
+    """The elements of each parameter; without their shapes, those of the unit."""
+    return [math.prod(shape) for shape in unit.parameters.values()] or [unit.num_parameters]

@@ -79,7 +79,7 @@ def advise(  # noqa: PLR0913 - one argument an option
         bool,
         typer.Option(
             "--rules",
-            help="List the tuning rules R1 to R37 with their triggers, then exit.",
+            help="List the tuning rules R1 to R38 with their triggers, then exit.",
             is_eager=True,
             callback=_print_rules,
         ),

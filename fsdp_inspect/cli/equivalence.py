@@ -80,7 +80,9 @@ def equivalence(
     gradient of each unit. If they differ for an unknown reason, a third run, sharded again, shows
     how much two equal runs differ.
 
-    The models may use fully_shard, FSDP1 or DDP.
+    The models may use fully_shard, FSDP1, DDP or DeepSpeed's ZeRO-1 to ZeRO-3. With ZeRO, the
+    engine stays as it is in the second run: each rank's own gradients are taken before the engine
+    reduces them.
 
     The tolerance follows from the dtypes. The command finds, for example, a missing reduction, a
     wrong divisor, a gradient that is divided twice, lost precision, and stale parameters. Each run
@@ -197,7 +199,7 @@ class _Session:
         if progress is None or not progress.has_model:
             return (
                 f"`{shown}` ran no forward of a sharded model. Expected a model of fully_shard, "
-                f"FSDP1 or DDP: DeepSpeed is not compared. {_CHECKS}"
+                f"FSDP1, DDP or DeepSpeed's ZeRO-1 to ZeRO-3. {_CHECKS}"
             )
         if progress.num_others and not progress.num_updates:
             place = f" ({progress.place})" if progress.place else ""

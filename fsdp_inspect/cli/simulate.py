@@ -179,11 +179,27 @@ def simulate(  # noqa: PLR0913 - one argument an option
             show_default=False,
         ),
     ] = None,
+    reduce_bucket_size: Annotated[
+        int | None,
+        typer.Option(
+            help="ZeRO-1 and ZeRO-2: the most elements of a bucket.",
+            parser=whole_number(1),
+            metavar="N",
+        ),
+    ] = None,
+    zero_stage: Annotated[
+        int | None,
+        typer.Option(
+            help="Stage of a run with ZeRO-1 or ZeRO-2: 1 or 2.",
+            parser=whole_number(1),
+            metavar="N",
+        ),
+    ] = None,
     overlap: Annotated[
         bool | None,
         typer.Option(
             "--overlap/--no-overlap",
-            help="DDP: whether all-reduces run while backward computes.",
+            help="DDP: whether all-reduces run while backward computes. ZeRO: overlap_comm.",
             show_default=False,
         ),
     ] = None,
@@ -209,16 +225,17 @@ def simulate(  # noqa: PLR0913 - one argument an option
     as a self-check, and the error of its step time is shown with the prediction. After you run the
     plan, `fsdp-inspect verify` compares a written prediction with the run.
 
-    A run of DDP has buckets instead of a plan: give --bucket-cap or --no-overlap.
+    A run of DDP has buckets instead of a plan: give --bucket-cap or --no-overlap. So has a run of
+    ZeRO-1 or ZeRO-2: give --reduce-bucket-size (elements), --zero-stage, --overlap or --no-overlap.
 
     Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
     """
     from fsdp_inspect.advice.prediction_creation import PredictionOrigin, make_prediction
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.report.simulation import render_buckets, render_simulation
+    from fsdp_inspect.simulation.buckets import BUCKET_SHARDERS
     from fsdp_inspect.simulation.predictions.ledger import write_prediction as store_prediction
     from fsdp_inspect.trace.plan import Plan
-    from fsdp_inspect.trace.sharders import DDP
 
     require_new_file("--write-plan", write_plan)
     require_new_file("--write-prediction", write_prediction)
@@ -242,12 +259,18 @@ def simulate(  # noqa: PLR0913 - one argument an option
         "accumulation_sync": accumulation_sync,
         "checkpointing": checkpointing,
     }
-    if opened.manifest.sharder == DDP or bucket_cap is not None or overlap is not None:
+    buckets = (bucket_cap, reduce_bucket_size, zero_stage, overlap)
+    if opened.manifest.sharder in BUCKET_SHARDERS or any(each is not None for each in buckets):
         of_plans = {"plan": plan, **changes, "node_bandwidth": node_bandwidth}
         of_plans |= {"node_latency": node_latency, "write_plan": write_plan}
         _expect_no_plan({**of_plans, "write_prediction": write_prediction})
         found = opened.simulate_buckets(
-            bucket_cap, overlaps=overlap is not False, bandwidth=network[0], latency_ns=network[1]
+            bucket_cap,
+            reduce_bucket_size=reduce_bucket_size,
+            zero_stage=zero_stage,
+            overlaps=overlap,
+            bandwidth=network[0],
+            latency_ns=network[1],
         )
         if as_json:
             print(render_run_json(opened.source, found))
@@ -284,6 +307,7 @@ def _expect_no_plan(values: Mapping[str, Any]) -> None:
     given = [f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None]
     if given:
         raise typer.BadParameter(
-            "Buckets of DDP have no sharding plan. Expected --bucket-cap, --no-overlap, "
-            f"--bandwidth and --latency only. Omit {', '.join(given)}."
+            "Buckets of gradients have no sharding plan. Expected --bucket-cap (DDP), "
+            "--reduce-bucket-size and --zero-stage (ZeRO), --no-overlap, --bandwidth and --latency "
+            f"only. Omit {', '.join(given)}."
         )

@@ -414,14 +414,16 @@ class _Gradients:
 
     def explain(self, tolerance: float) -> tuple[StepFault, float | None]:
         """The fault that explains a difference, and its factor."""
-        is_own = len(self.locals_) > 1 and _is_own(self.parts, self.locals_, tolerance)
-        if is_own or _is_divided(self.parts, tolerance):
+        num_own = _count_own(self.parts, self.locals_, tolerance) if len(self.locals_) > 1 else 0
+        if num_own > 1 or _is_divided(self.parts, tolerance):
             return StepFault.NOT_REDUCED, None
         factor = _factor(self.found, self.expected)
         if factor is not None:
             rest = float(np.linalg.norm(self.found - factor * self.expected))
             if rest <= tolerance * max(abs(factor), 1.0):
                 return StepFault.SCALED, factor
+        if num_own and self.found.size >= _MIN_VALUES:  # one rank owns the whole gradient
+            return StepFault.NOT_REDUCED, None
         return StepFault.OTHER_GRADIENT, None
 
 
@@ -531,12 +533,12 @@ def _is_divided(parts: Sequence[tuple[DumpedParameter, Array]], tolerance: float
     return False
 
 
-def _is_own(
+def _count_own(
     parts: Sequence[tuple[DumpedParameter, Array]],
     locals_: Sequence[tuple[DumpedParameter, Array]],
     tolerance: float,
-) -> bool:
-    """Whether each rank's part is a multiple of the rank's own gradient."""
+) -> int:
+    """The number of ranks whose part is a multiple of their own gradient; 0 if one's is not."""
     known = 0
     for (parameter, values), (_, own) in zip(parts, locals_, strict=False):
         mine = own[slices_of(parameter)] if own.shape == parameter.shape else own
@@ -545,8 +547,8 @@ def _is_own(
             continue
         known += 1
         if float(np.linalg.norm(values - factor * mine)) > tolerance * max(abs(factor), 1.0):
-            return False
-    return known > 1
+            return 0
+    return known
 
 
 def _factor(found: Array, expected: Array) -> float | None:

@@ -85,15 +85,25 @@ class Reductions:
 
     def wait_for_all(self, session: Session, begin: Any) -> None:
         """Note the compute stream's wait, from `begin`, for all reductions in order of issue."""
+        for communication in self._take_all():
+            begin = communication.needed(begin)
+            communication.write(session)
+
+    def ran_on_compute_stream(self, session: Session) -> None:
+        """Note that the compute stream itself ran all reductions, and stood still for each."""
+        for communication in self._take_all():
+            communication.need_from(communication.start, communication.end)
+            communication.write(session)
+
+    def _take_all(self) -> list[Communication]:
+        """Remove all reductions; in order of issue."""
         left = sorted(
             (*self.reduce_scatters, *self.all_reduces),
             key=lambda communication: communication.identity,
         )
         self.reduce_scatters.clear()
         self.all_reduces.clear()
-        for communication in left:
-            begin = communication.needed(begin)
-            communication.write(session)
+        return left
 
 
 class UnitTimer:

@@ -31,8 +31,9 @@ _NEXT = {
         "place at the last backward of a step."
     ),
     StepFault.NOT_REDUCED: (
-        "Give these parameters to fully_shard, or reduce their gradients in the script. Check "
-        "ignored_params, custom reduce-scatters and set_requires_all_reduce(False)."
+        "Check that their process group has all ranks. Give parameters of no unit to the sharder, "
+        "or reduce their gradients in the script. Check ignored_params, no_sync, custom "
+        "reduce-scatters and set_requires_all_reduce(False)."
     ),
     StepFault.SCALED: (
         "Check set_gradient_divide_factor, custom reduce-scatters and gradient hooks."
@@ -44,7 +45,7 @@ _NEXT = {
         "Look at the unit's hooks, its custom collectives, and code that changes gradients."
     ),
     StepFault.DIVIDED_TWICE: (
-        "Remove the division: FSDP averages the gradients over the ranks already."
+        "Remove the division: the gradients are averaged over the ranks already."
     ),
 }
 
@@ -141,8 +142,8 @@ def describe_evidence(found: Equivalence) -> list[str]:
     if found.fault is StepFault.DIVIDED_TWICE:
         where = f"the loss at {found.location}" if found.location else "the gradients"
         lines.append(
-            f"The script multiplies {where} by {_factor(found.factor)}, and FSDP divides the "
-            f"gradients by {found.world_size}."
+            f"The script multiplies {where} by {_factor(found.factor)}, and the sharder divides "
+            f"the gradients by {found.world_size}."
         )
     if found.ranks and found.fault not in (StepFault.OTHER_INPUTS, StepFault.OTHER_LOSS):
         lines.append(f"Seen on {format_ranks(found.ranks)}.")

@@ -70,11 +70,20 @@ def answer_buckets(found: BucketSimulation) -> str:
 
 
 def _reasons_of_buckets(found: BucketSimulation) -> Iterable[str]:
-    before, after = found.replayed, found.predicted
-    overlap = "" if found.overlaps else ", without overlap"
-    is_known = not math.isnan(found.bucket_cap_mb)
-    full = f"full at {found.bucket_cap_mb:.4g} MiB" if is_known else "of a size torch did not log"
+    before, after, settings = found.replayed, found.predicted, found.settings
+    overlap = "" if settings.overlaps or settings.is_zero else ", without overlap"
+    full = f"full at {settings.size:.4g} MiB"
+    if settings.is_zero:
+        full = f"of at most {settings.size:,.0f} elements"
+    if math.isnan(settings.size):
+        full = "of a size torch did not log"
     yield f"Buckets: {len(before.buckets)} -> {len(after.buckets)}, {full}{overlap}."
+    if settings.is_zero:
+        yield f"In DeepSpeed's configuration: {settings.snippet}"
+    if found.added_bytes:
+        word = "more" if found.added_bytes > 0 else "less"
+        size = format_bytes(abs(found.added_bytes))
+        yield f"DeepSpeed's buffers for gradients take {size} {word}."
     yield (
         f"Predicted step time: {format_ns(after.step_time_ns)}, interval "
         f"{format_ns(found.low_ns)} to {format_ns(found.high_ns)}."

@@ -1,4 +1,4 @@
-"""Predict a step of `DistributedDataParallel` (DDP) with other buckets, from one recorded run.
+"""Predict a step of DDP, ZeRO-1 or ZeRO-2 with other buckets, from one recorded run.
 
 [Note: The model of buckets]
 DDP sums the gradients of a bucket as soon as its last gradient is ready. The all-reduces run one
@@ -13,6 +13,22 @@ for the remaining ones. The simulation needs
 The rest of the step stays as recorded: compute, copies, other collectives, and their waits. The
 recorded buckets are simulated too, so that the error of the model is known.
 
+[Note: The buckets of ZeRO-1 and ZeRO-2]
+DeepSpeed 0.19 adds each gradient to the open bucket. If the bucket would exceed
+`reduce_bucket_size` elements, DeepSpeed reduces it before it adds the gradient. It reduces the last
+bucket when backward has ended.
+
+- Without `overlap_comm`, and on CPU, backward stands still during each reduction.
+- With `overlap_comm` on a device, backward waits at each reduction for the one before.
+- ZeRO-2 reduces every microbatch. ZeRO-1 reduces the last one, and without `overlap_comm` only
+  after backward, in the order of the parameters.
+
+Where backward stands still, the duration of an all-reduce contains the wait for the other ranks.
+How much of it is the same for any number of buckets is unknown. So the interval includes the case
+that all time above the fastest tenth stays. `allgather_bucket_size` changes nothing: the optimizer
+gathers each parameter group in one message.
+
+[Note: The buckets of DDP]
 torch 2.13 assigns parameters to buckets in the order in which their gradients became ready
 (`compute_bucket_assignment_by_size` in reducer.cpp): a bucket of one dtype is full at
 `bucket_cap_mb`. With `find_unused_parameters`, it assigns them in the order of the model, and
@@ -25,6 +41,7 @@ ones.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -36,10 +53,12 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.memory.allocator import measure_allocator
+from fsdp_inspect.analysis.memory.fit import measure_allocatable
 from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.analysis.trust import Trust, measure_trust
 from fsdp_inspect.columns import TableSpec, metric_column, unit_column, value_column
-from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.simulation.network import (
@@ -54,13 +73,63 @@ from fsdp_inspect.simulation.recorded import with_own_turns
 from fsdp_inspect.statistics import half_range_ratio
 from fsdp_inspect.trace.codes import ITEMSIZE, EventKind, Phase
 from fsdp_inspect.trace.links import bus_factor
-from fsdp_inspect.trace.run import RunSource, Unit
-from fsdp_inspect.trace.sharders import DDP
+from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
+from fsdp_inspect.trace.sharders import DDP, ZERO1, ZERO2, traits_of
 from fsdp_inspect.trace.tables import EventTable
 
 _MIB = float(1 << 20)
 _CAPS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400, 1000)
-"""The sizes that `find_best_buckets` tries."""
+_MILLIONS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+"""The sizes that `find_best_buckets` tries: MiB of DDP, millions of elements of ZeRO."""
+_OF_STAGE = {1: ZERO1, 2: ZERO2}
+BUCKET_SHARDERS = frozenset({DDP, *_OF_STAGE.values()})
+"""The sharders whose buckets are simulated."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSettings:
+    """The settings that determine the buckets, and when they are reduced."""
+
+    sharder: str
+    size: float
+    """DDP: MiB at which a bucket is full. ZeRO: the most elements of a bucket. NaN: unknown."""
+    overlaps: bool
+    """DDP: whether all-reduces run beside backward. ZeRO: `overlap_comm`."""
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether DeepSpeed fills the buckets."""
+        return self.sharder != DDP
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether gradients enter the buckets as they become ready; else after backward."""
+        return self.sharder != ZERO1 or self.overlaps
+
+    @property
+    def snippet(self) -> str:
+        """The settings as code of DDP, or as a part of DeepSpeed's configuration."""
+        if not self.is_zero:
+            return f"model = DistributedDataParallel(model, bucket_cap_mb={self.size:g})"
+        stage = next(each for each, name in _OF_STAGE.items() if name == self.sharder)
+        size = {} if math.isnan(self.size) else {"reduce_bucket_size": round(self.size)}
+        settings = {"stage": stage, **size, "overlap_comm": self.overlaps}
+        return f'"zero_optimization": {json.dumps(settings)}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketChanges:
+    """The settings of buckets to change; None: as recorded."""
+
+    bucket_cap_mb: float | None = None
+    """DDP: MiB at which a bucket is full."""
+    reduce_bucket_size: float | None = None
+    """ZeRO: the most elements of a bucket."""
+    zero_stage: int | None = None
+    """ZeRO: 1 or 2."""
+    overlaps: bool | None = None
+    """DDP: False if all-reduces begin when backward has computed all gradients. ZeRO:
+    `overlap_comm`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +140,7 @@ class SimulatedBucket:
     num_tensors: int
     message_bytes: int
     ready_ns: int
-    """From the begin of backward until its last gradient is ready."""
+    """From the begin of backward until its gradients are ready to be reduced."""
     start_ns: int
     """From the begin of backward until its all-reduce starts."""
     duration_ns: int
@@ -92,7 +161,7 @@ class BucketStep:
 
 @dataclass(frozen=True, slots=True)
 class BucketSimulation(TableResult):
-    """The predicted step of a DDP run with other buckets."""
+    """The predicted step of a run with other buckets."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Buckets of the plan",
@@ -112,10 +181,8 @@ class BucketSimulation(TableResult):
     rank: int
     num_steps: int
     """The recorded steps behind it."""
-    bucket_cap_mb: float
-    """MiB at which a bucket is full; NaN: the recorded size, which torch did not log."""
-    overlaps: bool
-    """Whether all-reduces run while backward computes."""
+    settings: BucketSettings
+    """The simulated settings; the size is NaN if it is as recorded, which torch did not log."""
     recorded_step_ns: int
     """Measured: the typical step of the rank."""
     recorded_exposed_ns: int
@@ -133,6 +200,8 @@ class BucketSimulation(TableResult):
     gain_low_ns: int
     gain_high_ns: int
     """The interval of the time that the buckets save in a step; negative: they cost time."""
+    added_bytes: int
+    """Bytes by which DeepSpeed's buffers for gradients grow; 0 for DDP and if unknown."""
     assumptions: tuple[str, ...]
     caveats: tuple[str, ...]
 
@@ -144,10 +213,15 @@ class BucketSimulation(TableResult):
 class _Gradient(NamedTuple):
     """The gradient of one parameter."""
 
-    num_bytes: int
+    numel: int
     dtype: str
     ready_ns: float
-    """From the begin of backward; mean over the recorded backwards."""
+    """From the begin of backward, without waits in it; mean over the recorded backwards."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its bytes in the message."""
+        return self.numel * ITEMSIZE[self.dtype]
 
 
 class _Backwards(NamedTuple):
@@ -155,10 +229,13 @@ class _Backwards(NamedTuple):
 
     per_step: float
     """Number of these backwards in a step."""
+    all_per_step: float
+    """Number of all backwards in a step."""
     ready_ns: NDArray[np.float64]
-    """From the begin of backward until each bucket is ready; NaN: its all-reduce was queued."""
+    """From the begin of backward until each bucket is ready, without waits in backward; NaN: its
+    all-reduce was queued."""
     ends_ns: float
-    """From the begin of backward until it waits for buckets."""
+    """From the begin of backward until all gradients are computed, without waits in it."""
 
     @property
     def is_inferred(self) -> bool:
@@ -178,14 +255,21 @@ class BucketWork:
     exposed_ns: float
     """Waits for buckets in a step."""
     backwards_per_step: float
+    """Number of backwards in a step that reduce buckets."""
+    all_per_step: float
+    """Number of all backwards in a step."""
     computes_ns: float
-    """From the begin of a backward until it waits for buckets."""
+    """From the begin of a backward until all gradients are computed, without waits in it."""
     gradients: tuple[_Gradient, ...]
-    """In the order in which they are ready."""
+    """In the order in which they enter the recorded buckets."""
     recorded: tuple[tuple[int, ...], ...]
     """The gradients of each recorded bucket."""
-    cap_mb: float
-    """The recorded `bucket_cap_mb`."""
+    settings: BucketSettings
+    """The recorded settings."""
+    on_host: bool
+    """Whether the device is a CPU."""
+    buffered_bytes: int
+    """Bytes of DeepSpeed's buffer for each element of a bucket; 0: there is no buffer."""
     is_inferred: bool
     """Whether the time of some recorded buckets is inferred."""
     in_model_order: bool
@@ -195,112 +279,146 @@ class BucketWork:
     """The duration of the fastest tenth of the recorded all-reduces, / that of the cost line."""
     trust: Trust
 
-    def paces(self, network: Network) -> list[tuple[Network, Network]]:
+    def paces(self, network: Network) -> list[tuple[Network, Network, float]]:
         """The ends of the uncertainty: the networks of the recorded buckets and of the plan.
 
         The error of the line is in both, so a gain compares equal paces. Contention on a CPU is
-        not: the recorded all-reduces had it, and those of the plan may be free of it.
+        not: the recorded all-reduces had it, and those of the plan may be free of it. The third
+        value is a wait in each step that stays under the plan.
         """
         found = [
-            (self.network.at(pace), network.at(pace))
+            (self.network.at(pace), network.at(pace), 0.0)
             for pace in (Pace.FAST, Pace.TYPICAL, Pace.SLOW)
         ]
         if self.fastest < 1:
             line = network.lines[EventKind.ALL_REDUCE]
             free = CostLine(line.latency_ns * self.fastest, line.bus_bytes_per_s / self.fastest)
             lines = {**network.lines, EventKind.ALL_REDUCE: free}
-            found.append((self.network.at(Pace.TYPICAL), replace(network, lines=lines)))
+            stays = self.exposed_ns * (1 - self.fastest) if self.settings.is_zero else 0.0
+            fast = replace(network, lines=lines)
+            found.append((self.network.at(Pace.TYPICAL), fast, stays))
         return found
 
     def simulate(
         self,
         buckets: Sequence[Sequence[int]],
+        settings: BucketSettings | None = None,
         network: Network | None = None,
-        *,
-        overlaps: bool = True,
     ) -> BucketStep:
-        """Simulate a step with given buckets, each a list of gradients."""
+        """Simulate a step with given buckets, each a list of gradients; default as recorded."""
+        settings = settings or self.settings
         line = (network or self.network).lines[EventKind.ALL_REDUCE]
         factor = bus_factor(EventKind.ALL_REDUCE, self.num_ranks)
-        end, found = 0.0, []
-        for place, members in enumerate(buckets):
+        ready_ns = self._ready_ns(buckets, settings)
+        # Without overlap, DDP's all-reduces begin when backward has ended.
+        free_from = 0.0 if settings.is_zero or settings.overlaps else self.computes_ns
+        is_behind = settings.is_zero and settings.overlaps and not self.on_host
+        end = blocked = 0.0
+        found = []
+        for place, (members, ready) in enumerate(zip(buckets, ready_ns, strict=True)):
             size = sum(self.gradients[each].num_bytes for each in members)
-            ready = max(self.gradients[each].ready_ns for each in members)
-            start = max(end, ready if overlaps else self.computes_ns)
+            ready += blocked
+            start = max(end, ready, free_from)
             duration = line.duration_ns(size, factor)
             end = start + duration
+            if settings.is_zero:
+                blocked += (start if is_behind else end) - ready
             found.append(
                 SimulatedBucket(
                     f"bucket {place}", len(members), size, round(ready), round(start), duration
                 )
             )
-        exposed = max(end - self.computes_ns, 0.0) * self.backwards_per_step
+        per_step = self._backwards_per_step(settings)
+        exposed = max(end - self.computes_ns, 0.0) * per_step
         return BucketStep(
             step_time_ns=round(self.step_time_ns - self.exposed_ns + exposed),
             exposed_ns=round(exposed),
-            communication_ns=round(self.backwards_per_step * sum(b.duration_ns for b in found)),
+            communication_ns=round(per_step * sum(b.duration_ns for b in found)),
             buckets=tuple(found),
         )
 
-    def assign(self, cap_mb: float) -> list[list[int]]:
-        """The buckets that torch makes with a `bucket_cap_mb`."""
+    def _ready_ns(self, buckets: Sequence[Sequence[int]], settings: BucketSettings) -> list[float]:
+        """The time at which each bucket is handed to the network, without waits in backward."""
+        if not settings.is_zero:
+            return [max(self.gradients[each].ready_ns for each in members) for members in buckets]
+        if not settings.in_backward:
+            return [self.computes_ns] * len(buckets)
+        # The first gradient of the next bucket does not fit.
+        return [*(self.gradients[each[0]].ready_ns for each in buckets[1:]), self.computes_ns]
+
+    def _backwards_per_step(self, settings: BucketSettings) -> float:
+        """Number of backwards in a step that reduce buckets with given settings."""
+        if settings.sharder == self.settings.sharder:
+            return self.backwards_per_step
+        return 1.0 if settings.sharder == ZERO1 else self.all_per_step
+
+    def assign(self, settings: BucketSettings) -> list[list[int]]:
+        """The buckets that torch or DeepSpeed makes with given settings."""
         full: list[list[int]] = []
         open_: dict[str, list[int]] = {}
         sizes: Counter[str] = Counter()
         places = range(len(self.gradients))
-        for at in reversed(places) if self.in_model_order else places:
-            each = self.gradients[at]
-            open_.setdefault(each.dtype, []).append(at)
-            sizes[each.dtype] += each.num_bytes
-            if sizes[each.dtype] >= cap_mb * _MIB:
-                full.append(open_.pop(each.dtype))
-                sizes[each.dtype] = 0
+        is_reversed = self.in_model_order or settings.in_backward != self.settings.in_backward
+        for at in reversed(places) if is_reversed else places:
+            dtype = self.gradients[at].dtype
+            size = self.gradients[at].numel if settings.is_zero else self.gradients[at].num_bytes
+            if settings.is_zero and dtype in open_ and sizes[dtype] + size > settings.size:
+                full.append(open_.pop(dtype))
+                sizes[dtype] = 0
+            open_.setdefault(dtype, []).append(at)
+            sizes[dtype] += size
+            if not settings.is_zero and sizes[dtype] >= settings.size * _MIB:
+                full.append(open_.pop(dtype))
+                sizes[dtype] = 0
         full += open_.values()
         return full[::-1] if self.in_model_order else full
 
 
 def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
-    """Measure the backwards of a DDP run.
+    """Measure the backwards of a run of DDP, ZeRO-1 or ZeRO-2.
 
     Args:
-        run: A recorded run of `DistributedDataParallel`.
+        run: A recorded run of one of them.
         rank: Default: the median rank.
 
     Raises:
         MissingDataError: The run is of another sharder, or its steps do not show buckets that
-            overlap with backward.
+            the model describes.
     """
     manifest = run.manifest
-    if manifest.sharder != DDP:
+    if manifest.sharder not in BUCKET_SHARDERS:
         raise MissingDataError(
             f"Run {manifest.run_id!r} has no buckets: it uses {manifest.sharder_traits.title}. "
-            "Expected a run of DistributedDataParallel."
+            "Expected a run of DistributedDataParallel, ZeRO-1 or ZeRO-2."
         )
+    settings, on_host = _settings_of(manifest), manifest.device_type == "cpu"
+    units = [unit for unit in manifest.units if unit.num_tensors]
     member = inspected_rank(run, rank)
-    if member is None or not manifest.units:
+    if member is None or not units:
         raise MissingDataError(_refuse(run, "it has no timed step with buckets"))
     steps = tuple(member.typical_steps.tolist())
     events = with_own_turns(run.events(member.rank, steps=steps))
-    backwards = _measure_backwards(
-        events, len(manifest.units), len(steps), on_host=manifest.device_type == "cpu"
-    )
+    backwards = _measure_backwards(events, units, len(steps), settings, on_host=on_host)
     if backwards is None:
-        raise MissingDataError(
-            _refuse(run, "its backwards do not reduce every bucket once, in the same order")
-        )
+        why = "its backwards do not reduce every bucket once, in the same order"
+        if settings.is_zero and _largest(units) > settings.size:
+            why = (
+                "a parameter is larger than a bucket, and DeepSpeed reduces it in several messages"
+            )
+        raise MissingDataError(_refuse(run, why))
     network = fit_network(events, manifest.process_groups, known_lines(run))
     if EventKind.ALL_REDUCE not in network.lines:
         raise MissingDataError(_refuse(run, "no all-reduce of a bucket was timed"))
     waits = _of_buckets(events, EventKind.ALL_REDUCE_WAIT)
-    group = manifest.units[0].replicate_group
+    group = units[0].replicate_group
     ranks = next((each.ranks for each in manifest.process_groups if each.index == group), ())
     num_ranks = len(ranks) or manifest.world_size
     observed = manifest.observed
     searches = observed.get("find_unused_parameters") == "True"
     in_model_order = searches and observed.get("static_graph") != "True"
-    gradients, recorded = _spread_gradients(manifest.units, backwards, in_model_order)
+    gradients, recorded = _spread_gradients(units, backwards, settings, in_model_order)
     times = member.step_time_ns[np.isin(member.steps, steps)]
-    return BucketWork(
+    work = BucketWork(
         run_id=manifest.run_id,
         rank=member.rank,
         num_steps=len(steps),
@@ -308,15 +426,20 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
         step_time_ns=member.typical(member.step_time_ns),
         exposed_ns=float((waits.end_ns - waits.start_ns).sum()) / len(steps),
         backwards_per_step=backwards.per_step,
+        all_per_step=backwards.all_per_step,
         computes_ns=backwards.ends_ns,
         gradients=gradients,
         recorded=recorded,
-        cap_mb=_number(observed.get("bucket_cap_mb")),
+        settings=settings,
+        on_host=on_host,
+        buffered_bytes=max(ITEMSIZE[unit.reduce_dtype] for unit in units)
+        if observed.get("contiguous_gradients") == "True"
+        else 0,
         is_inferred=backwards.is_inferred,
         in_model_order=in_model_order,
         network=network,
         fastest=_fastest(events, network, num_ranks)
-        if manifest.device_type == "cpu" and manifest.source != "emulated"
+        if (on_host or settings.is_zero) and manifest.source != "emulated"
         else 1.0,
         trust=replace(
             measure_trust(run),
@@ -324,6 +447,27 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
             num_steps=len(steps),
         ),
     )
+    is_known = settings.is_zero and not math.isnan(settings.size)
+    if is_known and [*map(tuple, work.assign(settings))] != [*recorded]:
+        size = f"{settings.size:,.0f}"
+        raise MissingDataError(
+            _refuse(run, f"its buckets are not those of reduce_bucket_size {size}")
+        )
+    return work
+
+
+def _largest(units: Iterable[Unit]) -> int:
+    """The elements of the largest parameter."""
+    shapes = (shape for unit in units for shape in unit.parameters.values())
+    return max(map(math.prod, shapes), default=0)
+
+
+def _settings_of(manifest: RunManifest) -> BucketSettings:
+    observed = manifest.observed
+    if manifest.sharder == DDP:
+        return BucketSettings(DDP, _number(observed.get("bucket_cap_mb")), overlaps=True)
+    size, overlaps = observed.get("reduce_bucket_size"), observed.get("overlap_comm") == "True"
+    return BucketSettings(manifest.sharder, _number(size), overlaps)
 
 
 def _fastest(events: EventTable, network: Network, num_ranks: int) -> float:
@@ -346,8 +490,9 @@ def _number(text: str | None) -> float:
 def _refuse(run: RunSource, why: str) -> str:
     return (
         f"The buckets of run {run.manifest.run_id!r} cannot be simulated: {why}. Expected timed "
-        "steps of one DistributedDataParallel model without a communication hook. "
-        "`fsdp-inspect show RUN exposed` shows the measured waits."
+        "steps of one model with DistributedDataParallel and no communication hook, or of one "
+        "DeepSpeed engine with ZeRO-1 or ZeRO-2. `fsdp-inspect show RUN exposed` shows the "
+        "measured waits."
     )
 
 
@@ -358,7 +503,12 @@ def _of_buckets(events: EventTable, kind: EventKind) -> EventTable:
 
 
 def _measure_backwards(
-    events: EventTable, num_units: int, num_steps: int, *, on_host: bool
+    events: EventTable,
+    units: Sequence[Unit],
+    num_steps: int,
+    settings: BucketSettings,
+    *,
+    on_host: bool,
 ) -> _Backwards | None:
     """The mean backward; None if the backwards do not reduce every bucket once, in order."""
     begun = events.where(events.kind == EventKind.BACKWARD)
@@ -368,14 +518,27 @@ def _measure_backwards(
     keys = _keys(reduced)
     order = np.lexsort((reduced.issue_ns, reduced.microbatch, reduced.step))
     count = len({*keys})
-    expected = np.tile(np.arange(num_units), count)
+    expected = np.tile([unit.index for unit in units], count)
     if not count or not np.array_equal(reduced.unit[order], expected):
         return None
     if len(begins) != len(begun) or not {*keys} <= {*begins}:
         return None
     since = np.array([begins[key] for key in keys])[order].reshape(count, -1)
+    per_step, all_per_step = count / num_steps, len(begins) / num_steps
+    if settings.is_zero:
+        turns = np.lexsort((waits.start_ns, waits.microbatch, waits.step))
+        if not np.array_equal(waits.unit[turns], expected):
+            return None
+        waited = (waits.end_ns - waits.start_ns)[turns].reshape(count, -1)
+        begun_ns = waits.start_ns[turns].reshape(count, -1) - since
+        mean = (begun_ns - (waited.cumsum(axis=1) - waited)).mean(axis=0)
+        ends_ns = float(mean[-1])
+        if settings.overlaps and not on_host:  # the wait for a bucket begins at the next one
+            first = (reduced.start_ns[order].reshape(count, -1) - since)[:, 0].mean()
+            mean = np.concatenate(([first], mean[:-1]))
+        return _Backwards(per_step, all_per_step, mean, ends_ns)
     ready = (reduced.issue_ns if on_host else reduced.start_ns)[order].reshape(count, -1) - since
-    is_queued = np.zeros(num_units, bool)
+    is_queued = np.zeros(len(units), bool)
     if not on_host:  # a queued all-reduce does not show when its bucket was ready
         ends = reduced.end_ns[order].reshape(count, -1) - since
         is_queued[1:] = np.mean(ready[:, 1:] <= ends[:, :-1], axis=0) > 0.5
@@ -386,7 +549,7 @@ def _measure_backwards(
         return None
     ends_ns = float(np.mean([start - begins[key] for key, start in first_wait.items()]))
     mean = np.where(is_queued, np.nan, ready.mean(axis=0))
-    return _Backwards(count / num_steps, mean, ends_ns)
+    return _Backwards(per_step, all_per_step, mean, ends_ns)
 
 
 def _keys(events: EventTable) -> list[tuple[int, int]]:
@@ -395,90 +558,118 @@ def _keys(events: EventTable) -> list[tuple[int, int]]:
 
 
 def _spread_gradients(
-    units: Sequence[Unit], backwards: _Backwards, in_model_order: bool
+    units: Sequence[Unit], backwards: _Backwards, settings: BucketSettings, in_model_order: bool
 ) -> tuple[tuple[_Gradient, ...], tuple[tuple[int, ...], ...]]:
     """The gradients in the order in which they are ready, and those of each recorded bucket."""
-    sizes = [
-        math.prod(shape) * ITEMSIZE[unit.reduce_dtype]
+    own = [
+        (math.prod(shape), unit.reduce_dtype)
         for unit in units
         for shape in list(unit.parameters.values())[:: -1 if in_model_order else 1]
     ]
     counts = [len(unit.parameters) for unit in units]
-    bytes_ready = np.cumsum(sizes)
-    lasts = np.cumsum(counts) - 1
+    bytes_ready = np.cumsum([numel * ITEMSIZE[dtype] for numel, dtype in own])
+    shown = np.cumsum(counts) - 1  # the gradients whose time the buckets show
+    if settings.is_zero:
+        shown = np.minimum(shown + 1, len(own) - 1)
     is_known = ~np.isnan(backwards.ready_ns)
+    known_bytes, known_ns = bytes_ready[shown][is_known], backwards.ready_ns[is_known]
+    if not settings.in_backward:  # the gradients are ready in the reverse order of the buckets
+        known_bytes, known_ns = bytes_ready[-1:], np.array([backwards.ends_ns])
+        bytes_ready = bytes_ready[-1] - np.concatenate(([0], bytes_ready[:-1]))
     ready = np.interp(
-        bytes_ready,
-        [0.0, *bytes_ready[lasts][is_known]],
-        [0.0, *np.maximum.accumulate(backwards.ready_ns[is_known])],
-    )
-    dtypes = [unit.reduce_dtype for unit in units for _ in unit.parameters]
-    gradients = tuple(map(_Gradient, sizes, dtypes, ready.tolist()))
+        bytes_ready, [0.0, *known_bytes], [0.0, *np.maximum.accumulate(known_ns)]
+    ).tolist()
+    gradients = tuple(_Gradient(*each, at) for each, at in zip(own, ready, strict=True))
     firsts = [0, *accumulate(counts)]
     return gradients, tuple(tuple(range(*span)) for span in pairwise(firsts))
 
 
 def simulate_buckets(
     run: RunSource,
+    changes: BucketChanges,
     *,
-    bucket_cap_mb: float | None = None,
-    overlaps: bool = True,
     bus_bytes_per_s: float | None = None,
     latency_ns: float | None = None,
     rank: int | None = None,
 ) -> BucketSimulation:
-    """Predict the step of a DDP run with other buckets, or on another network.
+    """Predict the step of a run with other buckets, or on another network.
 
     Args:
-        run: A recorded run of `DistributedDataParallel`.
-        bucket_cap_mb: MiB at which a bucket is full; None: the recorded buckets.
-        overlaps: False: all-reduces begin when backward has computed all gradients.
+        run: A recorded run of `DistributedDataParallel`, ZeRO-1 or ZeRO-2.
+        changes: The settings to change.
         bus_bytes_per_s: Bandwidth of another network; None: the run's own.
         latency_ns: Latency of another network; None: the run's own.
         rank: Default: the median rank.
 
     Raises:
         MissingDataError: As in `measure_buckets`, or the simulation does not describe the run.
+        PlanError: A setting is of another sharder than the run's.
         ValueError: The network or the size of buckets is invalid.
     """
     work = measure_buckets(run, rank=rank)
+    title, is_zero = traits_of(work.settings.sharder).title, work.settings.is_zero
+    of_zero = {changes.reduce_bucket_size, changes.zero_stage} != {None}
+    if (changes.bucket_cap_mb is not None) if is_zero else of_zero:
+        expected = "--reduce-bucket-size or --zero-stage" if is_zero else "--bucket-cap"
+        raise PlanError(
+            f"The buckets of run {work.run_id!r} have other settings: it uses {title}. Expected "
+            f"{expected}."
+        )
     return predict_buckets(
         work,
-        bucket_cap_mb,
-        overlaps=overlaps,
+        changes.reduce_bucket_size if is_zero else changes.bucket_cap_mb,
+        zero_stage=changes.zero_stage,
+        overlaps=changes.overlaps,
         network=work.network.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns),
     )
 
 
 def predict_buckets(
     work: BucketWork,
-    bucket_cap_mb: float | None,
+    size: float | None = None,
     *,
-    overlaps: bool = True,
+    zero_stage: int | None = None,
+    overlaps: bool | None = None,
     network: Network | None = None,
 ) -> BucketSimulation:
-    """Predict a step from measured work, as `simulate_buckets`."""
-    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
-        raise ValueError(f"Invalid bucket_cap_mb: {bucket_cap_mb}. Expected a number above 0.")
+    """Predict a step from measured work, as `simulate_buckets`; `size` is in the sharder's unit."""
+    if size is not None and not 0 < size < math.inf:
+        name = "reduce_bucket_size" if work.settings.is_zero else "bucket_cap_mb"
+        raise ValueError(f"Invalid {name}: {size}. Expected a number above 0.")
+    if zero_stage not in (None, *_OF_STAGE):
+        raise PlanError(
+            f"Invalid ZeRO stage: {zero_stage}. Expected 1 or 2. ZeRO-3 gathers parameters in "
+            "forward and backward, which this run does not show: record a run with it."
+        )
     network = network or work.network
-    buckets = work.recorded if bucket_cap_mb is None else work.assign(bucket_cap_mb)
+    if work.settings.is_zero and overlaps and not (work.on_host or work.settings.in_backward):
+        raise MissingDataError(
+            f"Run {work.run_id!r} does not show when gradients are ready: without overlap_comm, "
+            "ZeRO-1 reduces them after backward. Expected a run of ZeRO-2, or with overlap_comm. "
+            "Record one."
+        )
+    settings = BucketSettings(
+        work.settings.sharder if zero_stage is None else _OF_STAGE[zero_stage],
+        work.settings.size if size is None else size,
+        work.settings.overlaps if overlaps is None else overlaps,
+    )
+    buckets = _buckets_with(work, settings)
     replayed = work.simulate(work.recorded)
     error = replayed.step_time_ns / work.step_time_ns - 1
     trust = replace(work.trust, self_check_error=error)
     trust.expect_prediction()
-    predicted = work.simulate(buckets, network, overlaps=overlaps)
+    predicted = work.simulate(buckets, settings, network)
     steps, gains = [], []
-    for before, after in work.paces(network):
-        steps.append(work.simulate(buckets, after, overlaps=overlaps).step_time_ns)
-        gains.append(work.simulate(work.recorded, before).step_time_ns - steps[-1])
+    for before, after, stays in work.paces(network):
+        steps.append(work.simulate(buckets, settings, after).step_time_ns + round(stays))
+        gains.append(work.simulate(work.recorded, network=before).step_time_ns - steps[-1])
     margin = trust.step_margin()
     gain_margin = trust.gain_margin_ns(max(gains, key=abs), replayed.step_time_ns)
     return BucketSimulation(
         run_id=work.run_id,
         rank=work.rank,
         num_steps=work.num_steps,
-        bucket_cap_mb=work.cap_mb if bucket_cap_mb is None else bucket_cap_mb,
-        overlaps=overlaps,
+        settings=settings,
         recorded_step_ns=work.step_time_ns,
         recorded_exposed_ns=round(work.exposed_ns),
         replayed=replayed,
@@ -489,29 +680,85 @@ def predict_buckets(
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         gain_low_ns=round(min(gains) - gain_margin),
         gain_high_ns=round(max(gains) + gain_margin),
-        assumptions=tuple(_assumptions(work, network)),
+        added_bytes=_buffer_bytes(work, settings) - _buffer_bytes(work, work.settings),
+        assumptions=tuple(_assumptions(work, settings, network)),
         caveats=trust.prediction_caveats,
     )
 
 
+def _buckets_with(work: BucketWork, settings: BucketSettings) -> Sequence[Sequence[int]]:
+    """The recorded buckets if no setting changes them, or those of the settings."""
+    recorded = work.settings
+    if (settings.size, settings.in_backward) == (recorded.size, recorded.in_backward):
+        return work.recorded
+    if math.isnan(settings.size):
+        if not settings.is_zero or settings.in_backward == recorded.in_backward:
+            return work.recorded
+        raise MissingDataError(
+            f"The run {work.run_id!r} has no reduce_bucket_size, so the buckets in another order "
+            "are unknown. Expected the size. Set it too (--reduce-bucket-size)."
+        )
+    return work.assign(settings)
+
+
+def _buffer_bytes(work: BucketWork, settings: BucketSettings) -> int:
+    """DeepSpeed's buffers for gradients: one, or two with `overlap_comm`."""
+    if math.isnan(settings.size) or math.isnan(work.settings.size):
+        return 0
+    return round(settings.size) * work.buffered_bytes * (2 if settings.overlaps else 1)
+
+
 def find_best_buckets(run: RunSource) -> BucketSimulation | None:
-    """The size of buckets with the largest certain gain; None: none is certain, or predicted."""
+    """The size of buckets with the largest certain gain; None: none is certain, or predicted.
+
+    Larger buffers must fit the memory that the device is known to have left.
+    """
     try:
         work = measure_buckets(run)
-        found = [predict_buckets(work, cap_mb) for cap_mb in _CAPS_MB]
+        sizes = [1e6 * each for each in _MILLIONS] if work.settings.is_zero else _CAPS_MB
+        found = [predict_buckets(work, size) for size in sizes]
     except MissingDataError:
         return None
-    best = max(found, key=lambda each: each.gain_low_ns)
-    return best if best.gain_low_ns > 0 else None
+    room = 0 if not work.on_host else math.inf
+    memory, used = measure_allocatable(run, work.rank), measure_allocator(run, rank=work.rank)
+    if memory is not None and used is not None:
+        room = memory - used.allocated_bytes
+    fits = [each for each in found if each.added_bytes <= max(room, 0)]
+    best = max(fits, key=lambda each: each.gain_low_ns, default=None)
+    return best if best is not None and best.gain_low_ns > 0 else None
 
 
-def _assumptions(work: BucketWork, network: Network) -> Iterable[str]:
-    yield (
-        "Between the ends of recorded buckets, gradients become ready in proportion to their bytes."
-    )
+def _assumptions(work: BucketWork, settings: BucketSettings, network: Network) -> Iterable[str]:
+    recorded = work.settings
+    if not settings.is_zero:
+        yield (
+            "Between the ends of recorded buckets, gradients become ready in proportion to their "
+            "bytes."
+        )
+    if settings.is_zero and settings.overlaps and not work.on_host:
+        yield (
+            "Backward waits at each reduction for the one before, as in DeepSpeed 0.19. No run on "
+            "a GPU was compared with the prediction."
+        )
+    elif settings.is_zero and settings.overlaps:
+        yield "On CPU, DeepSpeed's reductions block backward with overlap_comm, too."
+    if settings.in_backward != recorded.in_backward:
+        yield "Gradients become ready in the reverse order of the parameters."
+    if settings.sharder != recorded.sharder:
+        yield (
+            "ZeRO-2 reduces the gradients of each microbatch, and ZeRO-1 those of the last one. "
+            "The other work of the engine stays as recorded."
+        )
+    largest = max(each.numel for each in work.gradients)
+    if settings.is_zero and largest > settings.size:
+        yield (
+            f"A parameter with more elements than a bucket ({largest:,}) is reduced in one "
+            "message. DeepSpeed splits it if two ranks own it."
+        )
     if work.is_inferred:
         yield (
             "Some all-reduces were queued behind others, so the time at which their buckets were "
             "ready is inferred from the buckets around them."
         )
-    yield from unknown_latencies(network)
+    reduces = EventKind.ALL_REDUCE
+    yield from unknown_latencies(replace(network, lines={reduces: network.lines[reduces]}))

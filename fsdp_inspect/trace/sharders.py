@@ -51,8 +51,8 @@ class SharderTraits:
 def _zero_of_stages_1_and_2(title: str) -> SharderTraits:
     return SharderTraits(
         title=title,
-        why_not_simulated="The simulation models the schedule of FSDP2, not that of ZeRO-1 or "
-        "ZeRO-2, which gather parameters once per step.",
+        why_not_simulated=f"{title} has buckets, and no plan of FSDP: `fsdp-inspect simulate "
+        "--reduce-bucket-size` predicts other buckets.",
         units_have_passes=False,
         hide_single_unit="Lower reduce_bucket_size and set overlap_comm, so that the first "
         "reduction begins earlier",
@@ -77,7 +77,8 @@ _TRAITS = {
     ),
     FSDP1: SharderTraits(
         title="FSDP1",
-        why_not_simulated="The simulation models the schedule of FSDP2, not that of FSDP1.",
+        why_not_simulated="The simulation models the schedule of FSDP2. FSDP1 waits for reductions "
+        "at the end of backward only, and prefetches in another way in forward.",
         units_have_passes=True,
         hide_single_unit="Wrap every transformer block: auto_wrap_policy=ModuleWrapPolicy({Block})",
         keep_gathered="sharding_strategy=ShardingStrategy.SHARD_GRAD_OP",

@@ -210,6 +210,30 @@ def test_tiny_gathers_of_zero_3_are_named(num_bytes, is_gathered, is_found):
     assert ("R37" in rules(found)) == is_found
 
 
+def test_the_threshold_of_zero_3_is_the_largest_parameter_of_a_tiny_module():
+    """DeepSpeed compares each parameter with it, not the sum of a module."""
+    tiny = {"unsharded_bytes": 4000, "num_parameters": 1000, "parameters": {"w": [900], "b": [100]}}
+    large = {
+        "unsharded_bytes": 4 << 20, "num_parameters": 1 << 20,
+        "parameters": {"w": [(1 << 20) - 500], "b": [500]},
+    }  # fmt: skip
+    units = {"layers.0": tiny, "layers.1": tiny, "layers.2": large}
+    evidence = evidence_of(units=units, sharder=ZERO3, mesh={"shard": 2})
+    found = find_first_things(replace(evidence, **MANY_GATHERS))
+    (finding,) = (each for each in found if each.rule == "R37")
+    assert "raise stage3_param_persistence_threshold to 900," in finding.do[1]
+    assert finding.snippet == '"zero_optimization": {"stage3_param_persistence_threshold": 900}'
+    assert finding.effect.added_high_bytes == 4 * (1000 + 1000 + 500) // 2
+
+
+def test_the_blocks_of_tiny_modules_are_named_for_set_z3_leaf_modules():
+    run = RunBuilder(("embed", "layers.0.q", "layers.0.k", "layers.1.q", "head"), sharder=ZERO3)
+    evidence = replace(evidence_of(), manifest=run.build().manifest)
+    found = find_first_things(replace(evidence, **MANY_GATHERS))
+    (finding,) = (each for each in found if each.rule == "R37")
+    assert 'model, [type(model.get_submodule("layers.0"))]' in finding.snippet
+
+
 OBSERVED = {"find_unused_parameters": "True", "unused_parameters": "none", "static_graph": "False"}
 
 

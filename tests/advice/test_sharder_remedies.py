@@ -11,7 +11,16 @@ from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.recorded import measure_work
-from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2
+from fsdp_inspect.trace.sharders import (
+    DDP,
+    DEEPSPEED,
+    FSDP1,
+    FSDP2,
+    SIMPLE_FSDP,
+    ZERO2,
+    ZERO3,
+    traits_of,
+)
 from tests.builders import InMemoryRun, steady_run
 
 
@@ -35,7 +44,10 @@ def test_a_finding_of_fsdp1_names_its_own_setting_and_no_plan() -> None:
     assert found.effect.predicted_by == ""
 
 
-@pytest.mark.parametrize(("sharder", "rule"), [(FSDP1, "R27"), (FSDP1, "R11"), (DDP, "R29")])
+@pytest.mark.parametrize(
+    ("sharder", "rule"),
+    [(FSDP1, "R27"), (FSDP1, "R11"), (DDP, "R29"), (ZERO2, "R3"), (ZERO3, "R1")],
+)
 def test_a_rule_without_a_counterpart_is_left_out(sharder: str, rule: str) -> None:
     assert list(in_words_of(sharder, [finding(rule)])) == []
 
@@ -45,9 +57,9 @@ def test_rules_about_no_setting_of_a_sharder_stay(rule: str) -> None:
     assert list(in_words_of(DDP, [finding(rule)])) == [finding(rule)]
 
 
-@pytest.mark.parametrize(("sharder", "title"), [(FSDP1, "FSDP1"), (DDP, "DDP")])
-def test_no_plan_of_another_sharder_is_simulated(sharder: str, title: str) -> None:
-    run = run_of(sharder)
+@pytest.mark.parametrize("sharder", [FSDP1, DDP, *sorted(DEEPSPEED), SIMPLE_FSDP])
+def test_no_plan_of_another_sharder_is_simulated(sharder: str) -> None:
+    run, title = run_of(sharder), traits_of(sharder).title
     with pytest.raises(MissingDataError, match=f"cannot be simulated: it uses {title}"):
         measure_work(run)
     advice = advise_run(run, AdviceRequest())

@@ -26,7 +26,7 @@ class Recorded:
 
     def __init__(self, device: VirtualDevice, model: nn.Module) -> None:
         self.device = device
-        sharder = find_sharder(model)
+        self.sharder = sharder = find_sharder(model)
         rows: list[tuple[int, ...]] = []
         groups = ProcessGroups()
         groups.find(dist.group.WORLD, "shard")  # as the recorder finds the groups of units

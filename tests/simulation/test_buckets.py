@@ -142,7 +142,9 @@ def test_advice_names_the_size_whose_gain_is_certain() -> None:
     (finding,) = [
         each for each in find_findings(run_of(assign(BLOCKS, 12.0))) if each.rule == "R38"
     ]
-    assert re.fullmatch(r"Buckets of [125] MiB hide more of DDP's all-reduces\.", finding.sentence)
+    assert re.fullmatch(
+        r"Buckets of [125] MiB leave less of DDP's all-reduces exposed\.", finding.sentence
+    )
     assert finding.effect.saved_low_ns > 0
     best = measure_buckets(run_of(assign(BLOCKS, float(finding.do[0].split("=")[1][:-1]))))
     recorded = measure_buckets(run_of(assign(BLOCKS, 12.0)))
@@ -194,4 +196,4 @@ def test_a_size_that_torch_did_not_log_is_said_to_be_unknown(
     assert "of a size torch did not log, without overlap." in text
     assert "nan" not in text
     found = json.loads(invoke("simulate", run, "--no-overlap", "--json").out)
-    assert found["bucket_cap_mb"] is None
+    assert found["settings"]["size"] is None

@@ -9,6 +9,11 @@ those after the last backward before the update. The process ends there, so that
 a checkpoint of a step that this tool has changed.
 
 Without sharding, the updates before the step are left out: parameters come from the other run.
+
+[Note: DeepSpeed]
+An engine of ZeRO stays as it is in the run without sharding, where the hooks of the parameters give
+each rank's own gradients before the engine reduces them. In the sharded run, each rank saves the
+reduced gradients of the elements that it owns, right before the engine's update.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from torch.optim.optimizer import (
 from fsdp_inspect.recording.code_places import CodePlaces, find_calling_line
 from fsdp_inspect.recording.equivalence.unsharded import cast_parameters, leave_models_whole
 from fsdp_inspect.recording.tensors import local_part, local_values, tensors_in
-from fsdp_inspect.recording.torch_api import ddp, fsdp1, fsdp2
+from fsdp_inspect.recording.torch_api import ddp, deepspeed_zero, fsdp1, fsdp2
 from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
 from fsdp_inspect.recording.torch_api.modules import original_class, shard_offset
 from fsdp_inspect.recording.units import dtype_name
@@ -145,8 +150,11 @@ class _Dumper:
             return
         if id(module) not in self._known:
             parts = list(module.modules())
-            if not any(isinstance(part, _WRAPPED) for part in parts):
+            engines = deepspeed_zero.find_zero_engines(module)
+            if not engines and not any(isinstance(part, _WRAPPED) for part in parts):
                 return
+            for _, engine in engines:
+                self._watch_update(engine.optimizer)
             kind = original_class(module).__name__
             prefix = f"{kind}-{len(self._models)}" if self._models else ""
             self._models[prefix] = module
@@ -291,7 +299,7 @@ class _Dumper:
         return [
             each._replace(name=_join(prefix, each.name))
             for prefix, model in self._models.items()
-            for each in _sharded_parameters(model)
+            for each in _sharded_parameters(model, is_whole=not self._is_sharded)
             if each.tensor.is_floating_point()
         ]
 
@@ -305,7 +313,7 @@ class _Dumper:
             return
         for at, part in enumerate(self._parameters()):
             gradient = part.gradient()
-            if gradient is not None and gradient.numel() and bool(gradient.any()):
+            if part.fragment is None and gradient is not None and bool(gradient.any()):
                 self._kept[at] = gradient.clone()
 
     def _take_parameters(self) -> None:
@@ -327,7 +335,11 @@ class _Dumper:
                 continue
             local = part.values()
             taken = torch.from_numpy(np.ascontiguousarray(whole[slices_of(own)]))
-            local.data.copy_(taken.reshape(local.shape))
+            if part.fragment is not None:
+                local = taken.to(local.dtype)
+                part.fragment.take(local)
+            else:
+                local.data.copy_(taken.reshape(local.shape))
             self._taken.append((name, 0, fingerprint(local)))
             self._sum_gradients_of(part.tensor)
         for at, buffer in enumerate(self._buffers()):
@@ -350,8 +362,10 @@ class _Dumper:
         self._summed.add(key)
         tensor.register_hook(add)  # type: ignore[no-untyped-call]
 
-    def _dump_gradients(self) -> None:
+    def _dump_gradients(self, *, of_zero: bool = False) -> None:
         for at, part in enumerate(self._parameters()):
+            if of_zero != (part.fragment is not None):
+                continue
             gradient = self._gradient_of(part)
             if gradient is not None and at in self._kept:
                 gradient = gradient - self._kept[at]
@@ -395,8 +409,24 @@ class _Dumper:
         return (args[0],), {**kwargs, "closure": run_closure}
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._owns_any(each for group in optimizer.param_groups for each in group["params"]):
-            return
+        if self._owns_any(each for group in optimizer.param_groups for each in group["params"]):
+            self._count_update()
+
+    def _watch_update(self, optimizer: Any) -> None:
+        """End at the update of a ZeRO optimizer, whose inner optimizers have other tensors."""
+        original = optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self._is_active:
+                self._dump_gradients(of_zero=True)
+                self._finish()
+            result = original(*args, **kwargs)
+            self._count_update()
+            return result
+
+        optimizer.step = step
+
+    def _count_update(self) -> None:
         self._updates += 1
         if self._updates <= self._settings.step:
             self._share_random_states(f"update-{self._updates}")
@@ -470,7 +500,7 @@ class _Dumper:
             name=part.name,
             shape=part.shape,
             offset=part.offset,
-            local_shape=tuple(part.values().shape),
+            local_shape=part.local_shape,
             dtype=_name(part.tensor.dtype),
             unit=unit,
             is_trained=part.tensor.requires_grad,
@@ -491,11 +521,11 @@ class _Dumper:
         unit_of: dict[str, str] = {}
 
         def add(
-            handle: fsdp1.FlatHandle | ddp.BucketHandle, dtype: str, reduced: str, num_ranks: int
+            own: str, parameters: Iterable[str], dtype: str, reduced: str, num_ranks: int
         ) -> None:
-            name = _join(prefix, handle.name)
+            name = _join(prefix, own)
             units.append(DumpedUnit(name, dtype, reduced, None, num_ranks))
-            unit_of.update((_join(prefix, each), name) for each in handle.parameter_shapes)
+            unit_of.update((_join(prefix, each), name) for each in parameters)
 
         for handle in fsdp2.find_groups(model):
             name, group = _join(prefix, handle.name), handle.group
@@ -515,12 +545,18 @@ class _Dumper:
         for one in fsdp1.find_flat_handles(model):
             groups = [each for each in (one.shard_group, one.replicate_group) if each is not None]
             num_ranks = math.prod(each.size() for each in groups)
-            add(one, _name(one.param_dtype), _name(one.reduce_dtype), num_ranks)
+            dtypes = _name(one.param_dtype), _name(one.reduce_dtype)
+            add(one.name, one.parameter_shapes, *dtypes, num_ranks)
         for path, wrapper in ddp.find_wrappers(model):
             for bucket in ddp.find_buckets(path, wrapper):
-                dtypes = {_name(each.dtype) for each in bucket.parameters}
-                reduced = ddp.reduced_dtype_of(bucket)
-                add(bucket, ", ".join(sorted(dtypes)), _name(reduced), bucket.group.size())
+                kept = ", ".join(sorted({_name(each.dtype) for each in bucket.parameters}))
+                reduced = _name(ddp.reduced_dtype_of(bucket))
+                add(bucket.name, bucket.parameter_shapes, kept, reduced, bucket.group.size())
+        for path, engine in deepspeed_zero.find_zero_engines(model):
+            num_ranks = deepspeed_zero.group_of(engine).size()
+            reduced = _name(deepspeed_zero.communication_dtype_of(engine))
+            for name, dtype, parameters in deepspeed_zero.find_reduced(path, engine):
+                add(name, parameters, _name(dtype), reduced, num_ranks)
         return units, unit_of
 
     def _save_prints(self, kind: str, entries: Sequence[_Print]) -> tuple[tuple[str, int], ...]:
@@ -553,23 +589,38 @@ class _Part(NamedTuple):
     """The offset of the part in the whole parameter."""
     flat: tuple[torch.Tensor, slice] | None = None
     """In FSDP1, the shard of the unit and the elements of this parameter in it."""
+    fragment: deepspeed_zero.Fragment | None = None
+    """In ZeRO, the elements of this rank."""
+    is_whole: bool = False
+    """Whether the part is the whole parameter of ZeRO, of which the rank has its own gradient."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return self.shape if self.is_whole else tuple(self.values().shape)
 
     def values(self) -> torch.Tensor:
         """This rank's values."""
+        if self.fragment is not None:
+            return self.fragment.values()
         return local_values(self.tensor) if self.flat is None else self.flat[0][self.flat[1]]
 
     def gradient(self) -> torch.Tensor | None:
         """This rank's gradient; None: there is none."""
+        if self.fragment is not None:
+            return None if self.is_whole else self.fragment.gradient()
         gradient = self.tensor.grad
         return None if gradient is None else self.within_of(local_values(gradient))
 
     def within_of(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """The part of a tensor of the unit that belongs to this parameter."""
+        if self.is_whole and tensor is not None:
+            return tensor.reshape(-1)
         return tensor if tensor is None or self.flat is None else tensor[self.flat[1]]
 
 
-def _sharded_parameters(model: nn.Module) -> list[_Part]:
-    """The parts of all parameters of a model.
+def _sharded_parameters(model: nn.Module, *, is_whole: bool) -> list[_Part]:
+    """The parts of all parameters of a model; `is_whole` as in `_Part`, for those of ZeRO.
 
     A unit of FSDP2 that is not resharded, for example after a forward without gradients, registers
     its full parameters: its sharded parameters count.
@@ -584,7 +635,13 @@ def _sharded_parameters(model: nn.Module) -> list[_Part]:
         )
     }
     flats = fsdp1.find_flat_handles(model)
+    fragments = [
+        each
+        for path, engine in deepspeed_zero.find_zero_engines(model)
+        for each in deepspeed_zero.find_fragments(path, engine)
+    ]
     flattened = {id(each) for one in flats for each in (one.flat_parameter, *one.local_parameters)}
+    flattened |= {id(each.parameter) for each in fragments}
     named = [each for each in model.named_parameters() if id(each[1]) not in flattened]
     name_of = ddp.names_in(model)
     own = {name_of(name): each for name, each in named}
@@ -595,6 +652,9 @@ def _sharded_parameters(model: nn.Module) -> list[_Part]:
         for piece in one.pieces:
             flat = (shard, piece.within)
             parts.append(_Part(piece.name, tensor, (piece.numel,), (piece.start,), flat))
+    for each in fragments:
+        part = _Part(each.name, each.parameter, (each.numel,), (0 if is_whole else each.start,))
+        parts.append(part._replace(fragment=each, is_whole=is_whole))
     return parts
 
 

@@ -7,6 +7,9 @@ parameters). The first backward shows the buckets. Before it, the recorder uses 
 The optimizer's step gathers the flat parameters of each parameter group.
 
 A bucket is not a module, so it has neither a forward nor a backward.
+
+On a device without `overlap_comm`, a reduction runs on the compute stream, which stands still. With
+it, the compute stream waits at each reduction for the one before.
 """
 
 from __future__ import annotations
@@ -164,6 +167,10 @@ class ZeroBucketHooks(ZeroHooks):
         super().__init__(session, sharder, memory)
         self._next: dict[int, int] = {}
         """The number of the next bucket, by engine."""
+        self._ends_backward = False
+        """Whether DeepSpeed reduces the last bucket of a backward now."""
+        self._last_issue: Any = None
+        """The compute stream after that reduction, which DeepSpeed then waits for."""
         self._timers = {
             index: UnitTimer(session, handle, index, memory)
             for index, handle in enumerate(sharder.units)
@@ -175,6 +182,12 @@ class ZeroBucketHooks(ZeroHooks):
         zero = engine.optimizer
         prefix = next(name for name, each in self._sharder.engines if each is engine)
 
+        def end(unit: int) -> None:
+            self._after_reduction(engine)
+
+        def before(*args: Any, **kwargs: Any) -> None:
+            self._ends_backward = True
+
         def of_buffer(tensor: Any, dtype: torch.dtype, *unused: Any, **also: Any) -> int:
             return self._find_bucket(prefix, engine, dtype)
 
@@ -183,12 +196,12 @@ class ZeroBucketHooks(ZeroHooks):
 
         finders: tuple[Callable[..., int], ...] = (of_buffer, of_list)
         for name, unit_of in zip(REDUCTIONS, finders, strict=True):
-            patches.set_attribute(zero, name, self.reducing(getattr(zero, name), unit_of))
+            patches.set_attribute(zero, name, self.reducing(getattr(zero, name), unit_of, end))
 
         def after(token: Any, result: Any) -> None:
             self._after_epilogue(engine)
 
-        wrapped = wrap_call(getattr(zero, EPILOGUE), _nothing, after, self._session)
+        wrapped = wrap_call(getattr(zero, EPILOGUE), before, after, self._session)
         patches.set_attribute(zero, EPILOGUE, wrapped)
 
     def begin_forward(self, engine: Any) -> None:
@@ -197,6 +210,8 @@ class ZeroBucketHooks(ZeroHooks):
 
     def _find_bucket(self, prefix: str, engine: Any, dtype: torch.dtype) -> int:
         """The unit of the bucket before its reduction; no unit if the bucket is new."""
+        if engine.optimizer.overlap_comm and self._reductions.has_any:
+            self._reductions.wait_for_all(self._session, self._session.clock.mark())
         bucket = engine.optimizer.ipg_buckets[dtype]
         members: Members = tuple(tuple(each) for each in bucket.params)
         if not members:
@@ -237,15 +252,20 @@ class ZeroBucketHooks(ZeroHooks):
                     timer._leave_hook()
         return collective()
 
+    def _after_reduction(self, engine: Any) -> None:
+        """Called after a reduction is issued; on CPU, it has ended."""
+        if not engine.optimizer.overlap_comm:
+            self._reductions.ran_on_compute_stream(self._session)
+        elif self._ends_backward and self._reductions.has_any and self._last_issue is None:
+            self._last_issue = self._session.clock.mark()
+
     def _after_epilogue(self, engine: Any) -> None:
         session = self._session
         number = self._next.get(id(engine), 0)
         if session.step == 0 and number:
             self._sharder.keep_buckets(engine, number)
-        if self._reductions.reduce_scatters or self._reductions.all_reduces:
-            self._reductions.wait_for_all(session, session.clock.mark())
+        issued, self._last_issue, self._ends_backward = self._last_issue, None, False
+        if self._reductions.has_any:
+            begin = session.clock.mark() if issued is None else issued
+            self._reductions.wait_for_all(session, begin)
         self.classify_gradients()
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing before a call."""

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_inspect.recording.torch_api.engine_names import is_engine
 from fsdp_inspect.recording.torch_api.module_unit import WholeParameterBucket
 from fsdp_inspect.recording.torch_api.modules import enclosing_modules, strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
@@ -115,12 +116,13 @@ def find_wrappers(model: nn.Module) -> list[tuple[str, DistributedDataParallel]]
 def names_in(model: nn.Module) -> Callable[[str], str]:
     """Returns the fqn of a module or parameter of a model without the segments of wrappers.
 
-    `DistributedDataParallel` calls the wrapped model `module`, which other models may have, too.
+    DDP and the engines of DeepSpeed call the wrapped model `module`, which other models may have,
+    too.
     """
     inner = [
         (name, f"{name}.module".lstrip("."))
         for name, each in model.named_modules()
-        if isinstance(each, DistributedDataParallel)
+        if isinstance(each, DistributedDataParallel) or is_engine(each)
     ]
 
     def name_of(name: str) -> str:

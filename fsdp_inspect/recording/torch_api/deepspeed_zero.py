@@ -56,8 +56,13 @@ def find_engines(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def group_of(engine: Any) -> dist.ProcessGroup:
-    """The ranks among which ZeRO shards."""
-    group: dist.ProcessGroup | None = engine.optimizer.dp_process_group or dist.group.WORLD
+    """The ranks among which ZeRO shards. The parameters of ZeRO-3 have their own group."""
+    first = next(engine.module.parameters(), None)
+    group: dist.ProcessGroup | None = (
+        getattr(first, "ds_process_group", None)
+        or engine.optimizer.dp_process_group
+        or dist.group.WORLD
+    )
     assert group is not None
     return group
 
@@ -109,6 +114,103 @@ def zero_settings_of(engine: Any) -> dict[str, str]:
         names += ["allgather_bucket_size"]
     found = {name: str(getattr(config, name, "unknown")) for name in names}
     return {**found, "offload_optimizer": offloads_optimizer(engine) or "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """The elements of one parameter that this rank owns: it has their reduced gradient."""
+
+    name: str
+    parameter: Any
+    numel: int
+    """The elements of the whole parameter."""
+    start: int
+    count: int
+
+    @property
+    def _is_sharded(self) -> bool:
+        return hasattr(self.parameter, "ds_tensor")
+
+    def values(self) -> torch.Tensor:
+        """This rank's elements; shape: (count,)."""
+        if self._is_sharded:
+            shard: torch.Tensor = self.parameter.ds_tensor.data
+            return shard.view(-1)[: self.count]
+        whole: torch.Tensor = self.parameter.data
+        return whole.view(-1)[self.start : self.start + self.count]
+
+    def take(self, whole: torch.Tensor) -> None:
+        """Write the values of the whole parameter where this rank has them."""
+        if self._is_sharded:
+            self.values().copy_(whole[self.start : self.start + self.count])
+        if not self._is_sharded or _is_gathered(self.parameter):
+            self.parameter.data.view(-1).copy_(whole)
+
+    def gradient(self) -> torch.Tensor | None:
+        """The reduced gradient of this rank's elements, which exists right before an update."""
+        found: torch.Tensor
+        if not self.parameter.requires_grad:
+            return None
+        if self._is_sharded:
+            found = sys.modules["deepspeed.utils"].safe_get_local_grad(self.parameter)
+            return found.view(-1)[: self.count]
+        if self.parameter._hp_mapping is None:
+            return self.values()  # empty: another rank owns it
+        try:
+            index = self.parameter._index_in_param_group
+            found = self.parameter._hp_mapping.get_lp_grad_fragment(index).view(-1)
+        except ValueError:  # DeepSpeed has not reduced it
+            return None
+        return found if found.numel() == self.count else found[self.start :][: self.count]
+
+
+def find_zero_engines(model: nn.Module) -> list[tuple[str, Any]]:
+    """The engines of ZeRO-1 to ZeRO-3 in a model, with the fqn of each."""
+    return [each for each in find_engines(model) if stage_of(each[1]) in (1, 2, 3)]
+
+
+def find_fragments(prefix: str, engine: Any) -> list[Fragment]:
+    """This rank's part of each parameter that an engine owns; parts may be empty."""
+    found = []
+    for name, parameter in engine.module.named_parameters():
+        is_owned = hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping")
+        if not is_owned and parameter.requires_grad:
+            continue  # the optimizer does not have it
+        numel = int(getattr(parameter, "ds_numel", parameter.numel()))
+        start, count = 0, numel
+        if hasattr(parameter, "ds_tensor"):
+            size = int(parameter.ds_tensor.ds_numel)
+            start = min(group_of(engine).rank() * size, numel)
+            count = min(size, numel - start)
+        elif parameter.requires_grad:
+            mapping = parameter._hp_mapping
+            start, count = 0, 0
+            if mapping is not None:
+                start, count = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+        found.append(Fragment(_joined(prefix, name), parameter, numel, start, count))
+    return found
+
+
+def find_reduced(prefix: str, engine: Any) -> list[tuple[str, torch.dtype, tuple[str, ...]]]:
+    """Names, dtypes and parameters of what an engine shards: modules, or parameter groups."""
+    if stage_of(engine) == 3:
+        units = find_module_handles(prefix, engine)
+        return [(each.name, each.dtype, each.names) for each in units]
+    names = {id(each): _joined(prefix, name) for name, each in engine.module.named_parameters()}
+    return [
+        (
+            f"{prefix} parameter group {index}".lstrip(),
+            group[0].dtype,
+            tuple(names[id(each)] for each in group),
+        )
+        for index, group in enumerate(engine.optimizer.bit16_groups)
+    ]
+
+
+def communication_dtype_of(engine: Any) -> torch.dtype:
+    """The dtype in which an engine reduces gradients."""
+    dtype: torch.dtype = engine.optimizer.communication_data_type
+    return dtype
 
 
 # --- ZeRO-3

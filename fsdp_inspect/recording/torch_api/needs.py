@@ -69,6 +69,7 @@ _OF_ZERO_1_AND_2 = (
     *(f"engine.optimizer.{name}" for name in deepspeed_zero.REDUCTIONS),
     "engine.optimizer.bit16_groups_flat",
     "engine.optimizer.ipg_buckets",
+    "engine.optimizer.overlap_comm",
     "engine.optimizer.real_dp_process_group",
 )
 

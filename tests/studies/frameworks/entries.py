@@ -180,8 +180,8 @@ ENTRIES = (
             f"DeepSpeed ZeRO-{stage}",
             ("deepspeed",),
             "`Recorder(engine)`",
-            "The optimizer is torch's AdamW, with its state offloaded to the CPU. Simulation and "
-            "plan check do not support DeepSpeed.",
+            "The optimizer is torch's AdamW, with its state offloaded to the CPU. Plan "
+            "check and simulated plans do not support DeepSpeed.",
             script="deepspeed",
             arguments=(str(stage),),
             is_simulated=False,
