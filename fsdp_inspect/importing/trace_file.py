@@ -11,12 +11,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.formatting import format_bytes
 
 GZIP_MAGIC = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 20
+_LineT = TypeVar("_LineT")
 
 _RATIO_GRACE_BYTES = 64 << 20
 """The limit of the ratio applies only to files that unpack to more than this."""
@@ -96,6 +100,35 @@ def read_blocks(
             f"{path.name} is empty. Expected a trace written by torch.profiler. A full disk leaves "
             "empty files: export the trace again."
         )
+
+
+def read_json_lines(path: Path, kind: type[_LineT], expected: str) -> Iterator[_LineT]:
+    """Yield the lines of a log, without an incomplete last line: a killed process leaves one.
+
+    Raises:
+        ImportingError: The file cannot be read, is empty, or a line is not of this kind.
+    """
+    decoder, count = msgspec.json.Decoder(kind), 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    decoded = decoder.decode(line)
+                except (msgspec.DecodeError, RecursionError) as error:
+                    if count and not line.endswith(b"\n"):
+                        return
+                    raise ImportingError(
+                        f"{path.name} is not {expected}: line {number:,}: {error}. Choose "
+                        "another file."
+                    ) from error
+                count += 1
+                yield decoded
+    except OSError as error:
+        raise ImportingError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if not count:
+        raise ImportingError(f"{path.name} is empty. Expected {expected}. Choose another file.")
 
 
 def _raw_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
