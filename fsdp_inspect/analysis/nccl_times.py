@@ -10,7 +10,7 @@ of them give it the same unit: steps repeat, so offsets by whole steps agree.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -62,7 +62,7 @@ class NcclCost:
     """The most of one collective; None: the logs are not verbose."""
     timing: str
     reason: str
-    """Why collectives are not matched."""
+    """Why collectives of a communicator are not matched."""
 
 
 _COLUMNS = (
@@ -158,13 +158,14 @@ def measure_nccl(
     by_unit: dict[tuple[int, int, int], list[_Joined]] = defaultdict(list)
     communicators: dict[tuple[str, int, int], list[_Joined]] = defaultdict(list)
     for each in found:
-        communicators[each.log.communicator, each.log.kind, each.log.num_ranks].append(each)
+        kind, size = each.log.kind, each.log.num_ranks
+        communicators[each.log.communicator, kind, size].append(each)
         for unit in np.unique(each.unit[each.unit >= NO_UNIT]).tolist():
-            by_unit[unit, each.log.kind, each.log.num_ranks].append(each)
+            by_unit[unit, kind, size].append(each.of(unit))
     return NcclTimes(
         tuple(sorted(by_rank)),
-        tuple(_cost(own, names.get(key[0]), key[0]) for key, own in sorted(by_unit.items())),
-        tuple(_cost(own) for _, own in sorted(communicators.items())),
+        tuple(_cost(own, names.get(key[0]), "") for key, own in sorted(by_unit.items())),
+        tuple(_cost(own, None, key[0]) for key, own in sorted(communicators.items())),
         (*notes, *([f"No log of {format_ranks(missing)}."] if missing else ())),
     )
 
@@ -178,6 +179,11 @@ class _Joined:
     recorded_ns: NDArray[np.int64]
     reason: str = ""
 
+    def of(self, unit: int) -> "_Joined":
+        own = self.unit == unit
+        log = replace(self.log, rows=self.log.rows[own])
+        return _Joined(log, self.unit[own], self.recorded_ns[own])
+
 
 def _join(run: RunSource, record: RankRecord, logs: Sequence[CollectiveLog]) -> Iterator[_Joined]:
     events = run.events(record.rank, kinds=[int(kind) for kind in COLLECTIVES])
@@ -185,22 +191,21 @@ def _join(run: RunSource, record: RankRecord, logs: Sequence[CollectiveLog]) -> 
     fits = []
     for group in np.unique(events.group).tolist():
         members = matching.members(group, record.rank)
-        for log in logs:
+        for place, log in enumerate(logs):
             if len(members) == log.num_ranks and members.index(record.rank) == log.rank:
                 parts = [*_fit(events.where(events.group == group), log, record)]
-                fits += [(id(log), (group, log.kind), parts)] if parts else []
-    claims = Counter(key for fit in fits for key in fit[:2])
-    for log in logs:
-        unit, recorded_ns = (np.full(len(log.rows), value) for value in (_OUTSIDE, -1))
-        own = [(claim, parts) for place, claim, parts in fits if place == id(log)]
-        reason = ""
+                fits += [(place, (group, log.kind), parts)] if parts else []
+    claims = Counter(claim for _, claim, _ in fits)
+    for place, log in enumerate(logs):
+        joined = _Joined(log, np.full(len(log.rows), _OUTSIDE), np.full(len(log.rows), -1))
+        own = [(claim, parts) for at, claim, parts in fits if at == place]
         if not own:
-            reason = "no process group with as many ranks has these sizes at these times"
+            joined.reason = "no process group with as many ranks has these sizes at these times"
         elif len(own) > 1 or claims[own[0][0]] > 1:
-            reason = "cannot tell: several communicators or process groups fit"
+            joined.reason = "cannot tell: several communicators or process groups fit"
         else:
-            _label(log, own[0][1], unit, recorded_ns)
-        yield _Joined(log, unit, recorded_ns, reason)
+            _label(joined, own[0][1])
+        yield joined
 
 
 _Fit = tuple[EventTable, list[int]]
@@ -285,14 +290,10 @@ def _in_time(
     return [offset for offset, *_ in possible]
 
 
-def _label(
-    log: CollectiveLog,
-    fits: Sequence[_Fit],
-    unit: NDArray[np.int64],
-    recorded_ns: NDArray[np.int64],
-) -> None:
+def _label(joined: _Joined, fits: Sequence[_Fit]) -> None:
     """Set the unit on which all offsets of all parts agree, and the duration if there is one."""
-    places = _numbered(log, np.arange(len(log.rows)))
+    unit = joined.unit
+    places = _numbered(joined.log, np.arange(len(unit)))
     for events, offsets in fits:
         for offset in offsets:
             logged, recorded = _overlap(offset, places, len(events))
@@ -301,27 +302,24 @@ def _label(
             is_new = (unit[own] == _OUTSIDE) | (unit[own] == taken.unit)
             unit[own] = np.where(is_new, taken.unit, _UNCLEAR)
             if len(offsets) == 1:
-                recorded_ns[own] = taken.end_ns - taken.start_ns
+                joined.recorded_ns[own] = taken.end_ns - taken.start_ns
 
 
-def _cost(own: Sequence[_Joined], fqn: str | None = None, unit: int | None = None) -> NcclCost:
-    """The sums of a unit, or with `unit=None` of a communicator."""
+def _cost(own: Sequence[_Joined], fqn: str | None, communicator: str) -> NcclCost:
     log, reasons = own[0].log, {each.reason for each in own} - {""}
     for code, why in _UNMATCHED.items():
         count = sum(int((each.unit == code).sum()) for each in own if not each.reason)
         reasons |= {f"{count:,} {why}"} if count else set()
-    units = np.concatenate([each.unit for each in own])
-    chosen = np.ones(len(units), dtype=bool) if unit is None else units == unit
-    rows = np.concatenate([each.log.rows for each in own])[chosen]
-    recorded_ns = np.concatenate([each.recorded_ns for each in own])[chosen]
+    rows = np.concatenate([each.log.rows for each in own])
+    recorded_ns = np.concatenate([each.recorded_ns for each in own])
     recorded_ns = recorded_ns[recorded_ns >= 0]
     return NcclCost(
         fqn=fqn,
-        communicator=log.communicator if unit is None else "",
-        kind=EventKind(log.kind).label,
+        communicator=communicator,
+        kind=log.kind.label,
         group_size=log.num_ranks,
         count=len(rows),
-        matched=int((units[chosen] >= NO_UNIT).sum()),
+        matched=sum(int((each.unit >= NO_UNIT).sum()) for each in own),
         bytes=int(rows["bytes"].max()),
         nccl_ns=round(np.median(rows["nccl_ns"])),
         recorded_ns=round(np.median(recorded_ns)) if len(recorded_ns) else None,
@@ -329,5 +327,5 @@ def _cost(own: Sequence[_Joined], fqn: str | None = None, unit: int | None = Non
         bus_bytes_per_s=float(np.median(rows["bus"])),
         channels=int(rows["channels"].max()) or None,
         timing=", ".join(np.unique(rows["timing"]).tolist()),
-        reason="; ".join(sorted(reasons)) if unit is None else "",
+        reason="; ".join(sorted(reasons)),
     )

@@ -20,16 +20,15 @@ from fsdp_inspect.importing.trace_file import read_json_lines
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.records import MAX_NS, MAX_WORLD_SIZE
 
-KINDS = {
+_KINDS = {
     "AllGather": EventKind.ALL_GATHER,
     "ReduceScatter": EventKind.REDUCE_SCATTER,
     "AllReduce": EventKind.ALL_REDUCE,
 }
-"""The collectives that FSDP issues, by their names in a log."""
-_FIELDS = ("number", "bytes", "time_ns", "nccl_ns", "channels")
+_NUMBERS = ("number", "bytes", "time_ns", "nccl_ns", "channels")
 _RATES = ("algorithm", "bus")
 _DTYPE = [
-    *((name, "i8") for name in _FIELDS),
+    *((name, "i8") for name in _NUMBERS),
     *((name, "f8") for name in _RATES),
     ("timing", "U16"),
 ]
@@ -48,14 +47,6 @@ class _Metadata(msgspec.Struct):
     dump_timestamp_us: int
 
 
-class _Channel(msgspec.Struct):
-    kernel_stop_ts: int
-
-
-class _Trace(msgspec.Struct):
-    kernel_events: list[_Channel] = []
-
-
 class _Collective(msgspec.Struct):
     coll: str
     coll_sn: int
@@ -64,7 +55,7 @@ class _Collective(msgspec.Struct):
     coll_algobw_gbs: float
     coll_busbw_gbs: float
     coll_timing_source: str = ""
-    event_trace_ts: _Trace = msgspec.field(default_factory=_Trace)
+    event_trace_ts: dict[str, int | list[dict[str, int]]] = {}
 
 
 class _Line(msgspec.Struct):
@@ -84,12 +75,11 @@ class CollectiveLog:
     rank: int
     """The rank in the communicator."""
     num_ranks: int
-    kind: int
-    """An `EventKind`."""
+    kind: EventKind
     rows: NDArray[Any]
-    """By `number`: `bytes` of the full message, `time_ns` (wall time after the end), `nccl_ns`,
-    `channels` (0: the log is not verbose), `algorithm` and `bus` (bytes/s), and `timing`, the clock
-    of `nccl_ns`, such as `kernel_gpu`."""
+    """By `number`: `bytes` of the full message, `time_ns` (wall time after the end), `nccl_ns` with
+    its clock `timing`, such as `kernel_gpu`, `channels` (0: the log is not verbose), and the rates
+    `algorithm` and `bus` in bytes/s."""
 
 
 def read_logs(path: Path) -> tuple[list[CollectiveLog], list[str]]:
@@ -115,28 +105,28 @@ def read_logs(path: Path) -> tuple[list[CollectiveLog], list[str]]:
             f"{faults[0] if faults else f'{path} has no log of NCCL Inspector.'} Expected the files"
             " HOST-pidPID.log of the folder NCCL_INSPECTOR_DUMP_DIR. Choose that folder."
         )
-    return [_make_log(*each) for each in sorted(rows.items())], faults
-
-
-def _make_log(key: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> CollectiveLog:
-    table = np.array(rows, dtype=_DTYPE)
-    first = np.unique(table["number"], return_index=True)[1]
-    process, communicator, rank, num_ranks, kind = key
-    return CollectiveLog(process, communicator, rank, num_ranks, kind, table[first])
+    logs = []
+    for (process, communicator, rank, num_ranks, kind), each in sorted(rows.items()):
+        table = np.array(each, dtype=_DTYPE)
+        table = table[np.unique(table["number"], return_index=True)[1]]
+        logs.append(CollectiveLog(process, communicator, rank, num_ranks, kind, table))
+    return logs, faults
 
 
 def _add(rows: dict[tuple[Any, ...], list[tuple[Any, ...]]], line: _Line) -> None:
-    found, header, metadata = line.coll_perf, line.header, line.metadata
-    if found is None or found.coll not in KINDS or not 0 < header.n_ranks <= MAX_WORLD_SIZE:
+    done, header, metadata = line.coll_perf, line.header, line.metadata
+    if done is None or done.coll not in _KINDS or not 0 < header.n_ranks <= MAX_WORLD_SIZE:
         return
-    kind = KINDS[found.coll]
-    size = found.coll_msg_size_bytes * (1 if kind == EventKind.ALL_REDUCE else header.n_ranks)
-    channels = found.event_trace_ts.kernel_events
-    stop_us = max((each.kernel_stop_ts for each in channels), default=0)
-    times = ((stop_us or metadata.dump_timestamp_us) * 1000, found.coll_exec_time_us * 1000)
-    values = (found.coll_sn, size, *times, len(channels))
-    if all(0 <= value <= MAX_NS for value in values):
+    kind = _KINDS[done.coll]
+    size = done.coll_msg_size_bytes * (1 if kind == EventKind.ALL_REDUCE else header.n_ranks)
+    trace = done.event_trace_ts.get("kernel_events")
+    stops = [each.get("kernel_stop_ts", 0) for each in trace] if isinstance(trace, list) else []
+    time_us = max(stops, default=0) or metadata.dump_timestamp_us
+    numbers = (done.coll_sn, size, time_us * 1000, done.coll_exec_time_us * 1000, len(stops))
+    if all(0 <= number <= MAX_NS for number in numbers):
         name = f" ({header.comm_name})" if header.comm_name not in ("", "unknown") else ""
-        who = ((metadata.hostname, metadata.pid), header.id + name, header.rank, header.n_ranks)
-        rates = (found.coll_algobw_gbs * 1e9, found.coll_busbw_gbs * 1e9)
-        rows[*who, int(kind)].append((*values, *rates, found.coll_timing_source))
+        process = (metadata.hostname, metadata.pid)
+        rates = (done.coll_algobw_gbs * 1e9, done.coll_busbw_gbs * 1e9)
+        rows[process, header.id + name, header.rank, header.n_ranks, kind].append(
+            (*numbers, *rates, done.coll_timing_source)
+        )
