@@ -17,7 +17,7 @@ import msgspec
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.formatting import format_ns, format_numbers
 from fsdp_inspect.importing.trace_file import read_json_lines
-from fsdp_inspect.importing.trace_sources import NOTES_KEY
+from fsdp_inspect.importing.trace_sources import NOTES_KEY, make_event
 
 _NAMES = {
     "fetching_batch": "enumerate(DataLoader)#torchtitan",
@@ -76,15 +76,9 @@ class TitanLog:
                 "torchtitan training that ended at least one step. Choose the logs of the trainer."
             )
         for name, start, end, step, thread in self._log.spans:
-            yield {
-                "ph": "X",
-                "cat": "user_annotation",
-                "name": f"ProfilerStep#{step}" if name == _STEP else _NAMES.get(name, name),
-                "ts": start,
-                "dur": end - start,
-                "pid": process,
-                "tid": thread,
-            }
+            known = f"ProfilerStep#{step}" if name == _STEP else _NAMES.get(name, name)
+            span = start * 1000, end * 1000
+            yield make_event("user_annotation", known, span, process, thread)
 
     def read_other_values(self, process: int) -> Event:
         """The rank, the host and the notes of a log."""

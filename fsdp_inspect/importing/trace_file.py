@@ -20,6 +20,8 @@ from fsdp_inspect.formatting import format_bytes
 
 GZIP_MAGIC = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 20
+CANNOT_DECODE = (msgspec.DecodeError, ValueError, ArithmeticError, RecursionError)
+"""Invalid bytes in text raise a ValueError, out-of-range numbers an ArithmeticError."""
 _LineT = TypeVar("_LineT")
 
 _RATIO_GRACE_BYTES = 64 << 20
@@ -116,7 +118,7 @@ def read_json_lines(path: Path, kind: type[_LineT], expected: str) -> Iterator[_
                     continue
                 try:
                     decoded = decoder.decode(line)
-                except (msgspec.DecodeError, RecursionError) as error:
+                except CANNOT_DECODE as error:
                     if count and not line.endswith(b"\n"):
                         return
                     raise ImportingError(

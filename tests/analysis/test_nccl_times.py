@@ -255,12 +255,13 @@ def test_a_bad_file_among_logs_is_named_and_left_out(logs, tmp_path):
         (None, "has no log of NCCL Inspector"),
         ("", "x.log is empty"),
         ('{"header": {}}\n', "x.log is not a JSON log of NCCL Inspector: line 1"),
+        ('{"header": {"id": "\xff', "x.log is not a JSON log of NCCL Inspector: line 1"),
         ("[" * 100_000, "x.log is not a JSON log of NCCL Inspector: line 1"),
     ],
 )
 def test_a_folder_without_a_log_is_refused(tmp_path, content, fault):
     if content is not None:
-        (tmp_path / "x.log").write_text(content)
+        (tmp_path / "x.log").write_text(content, encoding="latin-1")
     with pytest.raises(ImportingError, match=fault):
         sample("tiny-2-ranks").nccl(tmp_path)
 
