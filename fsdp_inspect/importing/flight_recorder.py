@@ -7,11 +7,9 @@ A dump lists the last collectives of one rank. NCCL writes it when its watchdog 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +20,8 @@ from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.importing.flight_recorder_file import Collective, Dump, read_dump
 from fsdp_inspect.importing.message_labels import ModelParts
 from fsdp_inspect.importing.model_units import NamedUnits, assign_units, name_units
-from fsdp_inspect.store.finished import write_finished_run
+from fsdp_inspect.store.finished import identify_import, write_finished_run
+from fsdp_inspect.store.schema import BLACK_BOX_FILE, STACKS_FILE
 from fsdp_inspect.trace.black_box import (
     CAPACITY,
     EMPTY_HEADER,
@@ -31,6 +30,7 @@ from fsdp_inspect.trace.black_box import (
     CodePlace,
     Communicator,
     Header,
+    encode,
 )
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, EventKind
 from fsdp_inspect.trace.run import (
@@ -129,9 +129,9 @@ def import_dumps(
     with write_finished_run(out) as run:
         for rank, box in boxes.items():
             run.write_record(_record(rank, world_size, latest_ns).of_run(manifest))
-            run.write_black_box(rank, box)
+            run.write_file(rank, BLACK_BOX_FILE, encode(box))
             if stacks is not None and rank in stacks:
-                run.write_stacks(rank, stacks[rank])
+                run.write_file(rank, STACKS_FILE, stacks[rank].encode())
         run.finish(manifest)
     return ImportedDumps(
         path=out,
@@ -409,18 +409,11 @@ def _describe(
     moment_ns: int,
     notes: Sequence[str],
 ) -> RunManifest:
-    names = [file.name for file in files.values()]
-    identity = hashlib.sha256("\n".join([*names, str(moment_ns)]).encode()).hexdigest()[:8]
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name) or "dumps"
     return RunManifest(
-        run_id=f"{stem}-{identity}",
+        **identify_import(out, [*files.values()], moment_ns),
         name=path.name,
-        created=datetime.fromtimestamp(moment_ns // 10**9, UTC).isoformat(),
-        created_unix_ns=moment_ns,
         world_size=world_size,
         backend="unknown",
         device_type="cpu",
-        source="imported",
-        recorder={"imported_from": names},
         notes=list(notes),
     )
