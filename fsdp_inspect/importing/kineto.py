@@ -4,7 +4,6 @@ A file is one rank; a folder has one rank for each trace. A task reads each trac
 memory holds the columns of one trace. The run folder appears only after all traces are read.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.formatting import listed
 from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.rank_trace import RankTrace
-from fsdp_inspect.importing.trace_file import ImportLimits
+from fsdp_inspect.importing.trace_file import RANK_IN_NAME, ImportLimits
 from fsdp_inspect.importing.trace_part import (
     CollectiveOrder,
     LeftOut,
@@ -45,7 +44,6 @@ CLOCK_UNCERTAINTY_NS = 1000
 """Uncertainty of a trace's wall time relative to its host's clock: traces are written in µs."""
 
 _NEVER_NS = 1 << 62
-_RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _MAX_NOTED = 4
 
 OnProgress = Callable[[str, float], None]
@@ -264,7 +262,7 @@ class _Merged:
 
     def _rank_of(self, part: TracePart) -> int:
         trace, name = part.trace, part.file
-        named = None if part.is_process else _RANK_IN_NAME.search(name)
+        named = None if part.is_process else RANK_IN_NAME.search(name)
         rank = trace.rank if trace.rank is not None else int(named[1]) if named else None
         if rank is None:
             self._has_guessed_ranks = True

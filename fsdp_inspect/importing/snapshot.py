@@ -5,7 +5,6 @@ files becomes one rank for each file, in the order of the rank numbers in their 
 written after all files are read. The run's notes list the data that a snapshot does not contain.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
@@ -28,7 +27,13 @@ from fsdp_inspect.importing.snapshot_rows import (
     read_history,
     read_peak,
 )
-from fsdp_inspect.store.finished import expect_new_folder, identify_import, write_finished_run
+from fsdp_inspect.importing.trace_file import RANK_IN_NAME, list_files
+from fsdp_inspect.store.finished import (
+    expect_new_folder,
+    identify_import,
+    unplaced_record,
+    write_finished_run,
+)
 from fsdp_inspect.store.records import AnyRecord
 from fsdp_inspect.store.schema import (
     ALLOCATIONS_FILE,
@@ -38,20 +43,11 @@ from fsdp_inspect.store.schema import (
 )
 from fsdp_inspect.trace.allocations import to_record
 from fsdp_inspect.trace.live_memory import LiveMemoryRecord
-from fsdp_inspect.trace.run import (
-    UNPLACED_CLOCK,
-    ClockPair,
-    FailedRequest,
-    RankRecord,
-    RunManifest,
-    RunStatus,
-    Unit,
-)
+from fsdp_inspect.trace.run import FailedRequest, RunManifest, Unit
 
 MEMORY_SNAPSHOT = "memory_snapshot"
 """The `memory_from` of imported snapshots."""
 
-_RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})", re.IGNORECASE)
 _SETTINGS_KEYS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -79,7 +75,7 @@ def looks_like_snapshot(path: Path) -> bool:
     Other pickles begin in the same way. The import of such a file reports its content.
     """
     if path.is_dir():
-        files = _files_in(path)
+        files = list_files(path)
         return bool(files) and all(looks_like_snapshot(file) for file in files)
     if not path.is_file():  # reading a pipe or a device may never end
         return False
@@ -111,7 +107,7 @@ def import_snapshot(
             is left.
         StoreError: `out` exists already or cannot be written.
     """
-    files = _by_rank(_files_in(path) if path.is_dir() else [path])
+    files = _by_rank(list_files(path))
     if not files or not all(file.is_file() for file in files):
         raise NotARunError(
             f"No memory snapshot found at {str(path)!r}. Expected a file written by "
@@ -140,15 +136,9 @@ def import_snapshot(
 # --- reading
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return [
-        file for file in sorted(folder.iterdir()) if file.is_file() and file.name[0] not in "._"
-    ]
-
-
 def _by_rank(files: Sequence[Path]) -> list[Path]:
     def order(file: Path) -> tuple[int, str]:
-        found = _RANK_IN_NAME.search(file.name)
+        found = RANK_IN_NAME.search(file.name)
         return (int(found[1]) if found else -1, file.name)
 
     return sorted(files, key=order)
@@ -331,39 +321,18 @@ def _write(
 ) -> None:
     with write_finished_run(out) as run:
         for number, (rank, index) in enumerate(zip(ranks, indices, strict=True)):
-            record = _record(number, len(ranks), rank, manifest, failed[number])
-            run.write_record(record.of_run(manifest))
+            fields = {
+                "device": f"cuda:{rank.device.device}",
+                "num_steps": len(rank.positions.step_ends_us),
+                "tables": [MEMORY.name],
+                "memory_from": MEMORY_SNAPSHOT,
+                "failed_request": failed[number],
+            }
+            run.write_record(unplaced_record(manifest, number, **fields))
             run.write_table(number, MEMORY, memory_rows(rank, index))
             for name, found in _describe_rank(rank, index):
                 run.write_owned(number, name, found)
         run.finish(manifest)
-
-
-def _record(
-    number: int,
-    world_size: int,
-    rank: RankSnapshot,
-    manifest: RunManifest,
-    failed: FailedRequest | None,
-) -> RankRecord:
-    wall = ClockPair(
-        monotonic_ns=manifest.created_unix_ns,
-        unix_ns=manifest.created_unix_ns,
-        uncertainty_ns=1000,
-    )
-    return RankRecord(
-        rank=number,
-        world_size=world_size,
-        device=f"cuda:{rank.device.device}",
-        clock=UNPLACED_CLOCK,
-        clock_start=wall,
-        clock_end=wall,
-        status=RunStatus.IMPORTED,
-        num_steps=len(rank.positions.step_ends_us),
-        tables=[MEMORY.name],
-        memory_from=MEMORY_SNAPSHOT,
-        failed_request=failed,
-    )
 
 
 def _describe_rank(rank: RankSnapshot, index: Sequence[int]) -> Iterator[tuple[str, AnyRecord]]:

@@ -6,6 +6,7 @@ are read, and compared with a fixed limit and with the size of the file.
 
 import ctypes
 import gzip
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 20
 CANNOT_DECODE = (msgspec.DecodeError, ValueError, ArithmeticError, RecursionError)
 """Invalid bytes in text raise a ValueError, out-of-range numbers an ArithmeticError."""
+RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _LineT = TypeVar("_LineT")
 
 _RATIO_GRACE_BYTES = 64 << 20
@@ -50,6 +52,13 @@ def looks_like_trace(path: Path) -> bool:
     if start.startswith(b"{"):
         return b'"traceEvents"' in start
     return start.startswith(b"[") and b'"ph"' in start
+
+
+def list_files(path: Path) -> list[Path]:
+    """A file itself, or the files of a folder by name, without hidden ones."""
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    return [file for file in sorted(path.iterdir()) if file.is_file() and file.name[0] not in "._"]
 
 
 def peek(path: Path) -> bytes:

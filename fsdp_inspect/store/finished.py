@@ -28,7 +28,7 @@ from fsdp_inspect.store.rank_tables import read_table
 from fsdp_inspect.store.records import AnyRecord, decode_record, encode_record, replace_file
 from fsdp_inspect.store.schema import EVENTS, KERNELS_FILE, RANK_FILE, TableFile, TableT
 from fsdp_inspect.trace.kernels import KernelRecord
-from fsdp_inspect.trace.run import RankRecord, RunManifest
+from fsdp_inspect.trace.run import UNPLACED_CLOCK, ClockPair, RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.tables import EventTable
 
 _ATTEMPT = 0
@@ -142,6 +142,22 @@ def identify_import(out: Path, files: Sequence[Path], created_ns: int) -> dict[s
         "source": "imported",
         "recorder": {"imported_from": names},
     }
+
+
+def unplaced_record(manifest: RunManifest, rank: int, **fields: Any) -> RankRecord:
+    """The record of a rank whose times are not comparable with those of other ranks."""
+    moment_ns = manifest.created_unix_ns
+    wall = ClockPair(monotonic_ns=moment_ns, unix_ns=moment_ns, uncertainty_ns=1_000_000)
+    record = RankRecord(
+        rank=rank,
+        world_size=manifest.world_size,
+        clock=UNPLACED_CLOCK,
+        clock_start=wall,
+        clock_end=wall,
+        status=RunStatus.IMPORTED,
+        **fields,
+    )
+    return record.of_run(manifest)
 
 
 @contextmanager
