@@ -99,7 +99,7 @@ class NcclTimes(TableResult):
         (
             text_column("communicator", "hash and name of the communicator"),
             *_COLUMNS[:3],
-            number_column("matched", "collectives with a place in the run"),
+            number_column("matched", "collectives whose unit in the run is certain"),
             *_COLUMNS[3:],
             text_column("reason", "why the others are not matched", label="not matched"),
         ),
@@ -166,7 +166,7 @@ def measure_nccl(
         tuple(sorted(by_rank)),
         tuple(_cost(own, names.get(key[0]), "") for key, own in sorted(by_unit.items())),
         tuple(_cost(own, None, key[0]) for key, own in sorted(communicators.items())),
-        (*notes, *([f"No log of {format_ranks(missing)}."] if missing else ())),
+        (*notes, *(f"No log of {format_ranks(each)}." for each in [missing] if each)),
     )
 
 
@@ -302,7 +302,7 @@ def _label(joined: _Joined, fits: Sequence[_Fit]) -> None:
             is_new = (unit[own] == _OUTSIDE) | (unit[own] == taken.unit)
             unit[own] = np.where(is_new, taken.unit, _UNCLEAR)
             if len(offsets) == 1:
-                joined.recorded_ns[own] = taken.end_ns - taken.start_ns
+                joined.recorded_ns[own] = np.where(is_new, taken.end_ns - taken.start_ns, -1)
 
 
 def _cost(own: Sequence[_Joined], fqn: str | None, communicator: str) -> NcclCost:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.trace_file import read_json_lines
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.records import MAX_NS, MAX_WORLD_SIZE
+from fsdp_inspect.trace.records import MAX_INDEX, MAX_NS, MAX_WORLD_SIZE
 
 _KINDS = {
     "AllGather": EventKind.ALL_GATHER,
@@ -109,6 +109,7 @@ def read_logs(path: Path) -> tuple[list[CollectiveLog], list[str]]:
     for (process, communicator, rank, num_ranks, kind), each in sorted(rows.items()):
         table = np.array(each, dtype=_DTYPE)
         table = table[np.unique(table["number"], return_index=True)[1]]
+        table = table[table["number"] - table["number"][0] <= MAX_INDEX]
         logs.append(CollectiveLog(process, communicator, rank, num_ranks, kind, table))
     return logs, faults
 

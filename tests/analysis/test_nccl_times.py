@@ -14,10 +14,12 @@ recorded ones, each with 60% of its recorded duration as the time of the kernel.
 import json
 import tarfile
 from collections import defaultdict
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 
 from fsdp_inspect.analysis.nccl_times import measure_nccl
@@ -57,7 +59,9 @@ def in_memory(run: Run, **changes: object) -> InMemoryRun:
     return InMemoryRun(run.manifest, ranks, events)
 
 
-def expected_times(run: Run, folder: Path) -> dict[tuple, list[tuple[int, float, int]]]:
+def expected_times(
+    run: Run, folder: Path, steps: Container[int] = range(1000)
+) -> dict[tuple, list[tuple[int, float, int]]]:
     """The times, rates and recorded durations by unit and kind, in plain Python."""
     found = defaultdict(list)
     ranks = {each.pid: each.rank for each in run.ranks_recorded}
@@ -66,9 +70,9 @@ def expected_times(run: Run, folder: Path) -> dict[tuple, list[tuple[int, float,
         recorded = defaultdict(list)
         rows = zip(events.group.tolist(), events.kind.tolist(), events.sequence.tolist(),
                    events.unit.tolist(), (events.end_ns - events.start_ns).tolist(),
-                   strict=True)  # fmt: skip
-        for group, kind, sequence, unit, duration in rows:
-            recorded[group, kind].append((sequence, unit, duration))
+                   events.step.tolist(), strict=True)  # fmt: skip
+        for group, kind, sequence, unit, duration, step in rows:
+            recorded[group, kind].append((sequence, unit, duration, step))
         for line in lines_of(file):
             header, done = line["header"], line["coll_perf"]
             words = "".join(f"_{c}" if c.isupper() else c for c in done["coll"])[1:].upper()
@@ -76,7 +80,9 @@ def expected_times(run: Run, folder: Path) -> dict[tuple, list[tuple[int, float,
             if index < 0:
                 continue
             group, kind = int(header["id"][-3]), EventKind[words]
-            _, unit, duration = sorted(recorded[group, kind])[index]
+            _, unit, duration, step = sorted(recorded[group, kind])[index]
+            if step not in steps:
+                continue
             name = "(outside)" if unit < 0 else run.manifest.units[unit].fqn
             size = done["coll_msg_size_bytes"] * (1 if kind == EventKind.ALL_REDUCE else 2)
             factor = 1.0 if kind == EventKind.ALL_REDUCE else 0.5  # groups of 2 ranks
@@ -181,7 +187,9 @@ def log_of(run, template: dict, tmp_path: Path, late_us: int) -> Path:
     return tmp_path / "made"
 
 
-@pytest.mark.parametrize(("late_us", "clock"), [(100, ""), (10_000_000, ""), (100, "set")])
+@pytest.mark.parametrize(
+    ("late_us", "clock"), [(100, ""), (10_000_000, ""), (3_400_100, ""), (100, "set")]
+)
 def test_units_of_equal_sizes_are_told_apart_by_time_only(logs, uniform, tmp_path, late_us, clock):
     template = lines_of(logs / "tiny-2-ranks/vm-pid7955.log")[0]
     found, _ = read_logs(log_of(uniform, template, tmp_path, late_us))
@@ -209,6 +217,36 @@ def test_a_run_without_processes_takes_the_rank_in_the_communicator_of_all(logs)
     halves = [log for log in found if log.num_ranks == 2]  # no communicator of all ranks
     with pytest.raises(MissingDataError, match="No log belongs to a rank"):
         measure_nccl(in_memory(run, pid=0), halves)
+
+
+def test_a_run_that_records_few_steps_matches_these_steps(logs):
+    """An overhead budget leaves gaps in the recorded sequence."""
+    run = sample("hsdp-4-ranks")
+    some = in_memory(run)
+    for rank, events in some.event_tables.items():
+        some.event_tables[rank] = events.where(np.isin(events.step, [3, 4, 9]))
+    found, _ = read_logs(logs / "hsdp-4-ranks")
+    result = measure_nccl(some, found)
+    expected = expected_times(run, logs / "hsdp-4-ranks", steps=(3, 4, 9))
+    assert {(row.fqn, row.kind) for row in result.units} == expected.keys()
+    for row in result.units:
+        times, _, durations = zip(*expected[row.fqn, row.kind], strict=True)
+        assert row.count == len(times)
+        assert row.nccl_ns == round(median(times))
+        assert row.recorded_ns == round(median(durations))
+
+
+def test_a_barrier_counts_as_one_of_nccls_all_reduces(logs):
+    run = sample("hsdp-4-ranks")
+    expected = run.nccl(logs / "hsdp-4-ranks").units
+    some = in_memory(run)
+    for events in some.event_tables.values():
+        is_barrier = (events.kind == EventKind.ALL_REDUCE) & (events.unit == 0)
+        events.kind[is_barrier], events.bytes[is_barrier] = EventKind.BARRIER, 0
+    found, _ = read_logs(logs / "hsdp-4-ranks")
+    assert [row for row in measure_nccl(some, found).units if row.fqn != "tok_embeddings"] == [
+        row for row in expected if row.fqn != "tok_embeddings"
+    ]
 
 
 def test_two_communicators_that_fit_one_process_group_are_not_matched(logs, tmp_path):
@@ -273,3 +311,13 @@ def test_logs_of_another_training_and_unknown_ranks_are_refused(logs):
     with pytest.raises(IncompleteRunError, match="Rank 7 not found"):
         run.nccl(logs / "tiny-2-ranks", rank=7)
     assert run.nccl(logs / "tiny-2-ranks", rank=1).ranks == (1,)
+
+
+def test_a_number_far_from_the_others_is_left_out(logs, tmp_path):
+    """A damaged number must not become an array of that length."""
+    source = logs / "tiny-2-ranks/vm-pid7955.log"
+    last = lines_of(source)[-1]
+    last["coll_perf"]["coll_sn"] = 1 << 61
+    (tmp_path / source.name).write_text(source.read_text() + json.dumps(last) + "\n")
+    run = sample("tiny-2-ranks")
+    assert run.nccl(tmp_path).units == run.nccl(source).units
