@@ -334,7 +334,7 @@ SECTIONS: Mapping[str, Callable[..., None]] = {
     "lifetime": lifetime,
 }
 """The sections of `show`. A section takes the options of `show` that its function names."""
-_LATER_SECTIONS = tuple(name for name in SECTIONS if name not in ("verdict", "nccl"))
+_LATER_SECTIONS = tuple(name for name in SECTIONS if name != "verdict")
 """The sections that add to the output without a section."""
 
 
