@@ -73,7 +73,7 @@ def counter(name: str, *, pid: int, time_ns: int, values: Mapping[str, float]) -
     return _event("C", name, pid, pid, time_ns, args=values)
 
 
-def name_place(kind: str, pid: int, tid: int, name: str, position: int) -> Iterator[JsonObject]:
+def name_track(kind: str, pid: int, tid: int, name: str, position: int) -> Iterator[JsonObject]:
     """The name and the position of a `process` or a `thread`."""
     for field, args in (("name", {"name": name}), ("sort_index", {"sort_index": position})):
         about = {"ph": "M", "name": f"{kind}_{field}", "cat": "__metadata", "pid": pid, "tid": tid}
@@ -226,7 +226,7 @@ class _Drawing:
         own_axis = "" if axis.refusal is None else " · own time axis, not aligned"
         host = f" · {record.host}" if record.host else ""
         name = f"rank {record.rank}{host}{own_axis}"
-        self._add(*name_place("process", pid, pid, name, record.rank + 1))
+        self._add(*name_track("process", pid, pid, name, record.rank + 1))
         lanes, namer, span = RankLanes(record.rank), None, None
         for block in event_blocks(self._run, self._selection, record.rank):
             for events in steps_in(block):
@@ -243,8 +243,8 @@ class _Drawing:
     def draw_about(self, about: Mapping[str, Any]) -> None:
         """Write one slice over the whole trace with the known facts about the run."""
         pid, tid, run = ABOUT_PID, ABOUT_PID + 1, str(about["run_id"])
-        self._add(*name_place("process", pid, pid, "about this run", 0))
-        self._add(*name_place("thread", pid, tid, "click for details", tid))
+        self._add(*name_track("process", pid, pid, "about this run", 0))
+        self._add(*name_track("thread", pid, tid, "click for details", tid))
         self._add(complete(run, pid=pid, tid=tid, start_ns=0, end_ns=self._end_ns, args=about))
 
     def _draw_step(self, drawing: StepDrawing, lanes: RankLanes, axis: Axis) -> None:
@@ -259,7 +259,7 @@ class _Drawing:
                 continue
             tid, new_name = placed
             if new_name is not None:
-                self._add(*name_place("thread", lanes.pid, tid, new_name, tid))
+                self._add(*name_track("thread", lanes.pid, tid, new_name, tid))
             places.append(_Place(lanes.pid, tid, start, end))
             self._add(
                 complete(
