@@ -38,6 +38,11 @@ _UNMATCHED = {
     _OUTSIDE: "outside the recorded steps",
 }
 
+_NO_STEPS = (
+    "The log of some collectives was written too late to tell which step is which. They have no "
+    "recorded duration. Set NCCL_INSPECTOR_DUMP_THREAD_INTERVAL_MICROSECONDS=500."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class NcclCost:
@@ -162,11 +167,14 @@ def measure_nccl(
         communicators[each.log.communicator, kind, size].append(each)
         for unit in np.unique(each.unit[each.unit >= NO_UNIT]).tolist():
             by_unit[unit, kind, size].append(each.of(unit))
+    units = [_cost(own, names.get(key[0]), "") for key, own in sorted(by_unit.items())]
+    more = [f"No log of {format_ranks(missing)}."] if missing else []
+    more += [_NO_STEPS] if any(row.recorded_ns is None for row in units) else []
     return NcclTimes(
         tuple(sorted(by_rank)),
-        tuple(_cost(own, names.get(key[0]), "") for key, own in sorted(by_unit.items())),
+        tuple(units),
         tuple(_cost(own, None, key[0]) for key, own in sorted(communicators.items())),
-        (*notes, *(f"No log of {format_ranks(each)}." for each in [missing] if each)),
+        (*notes, *more),
     )
 
 

@@ -24,10 +24,12 @@ import pytest
 
 from fsdp_inspect.analysis.nccl_times import measure_nccl
 from fsdp_inspect.errors import ImportingError, IncompleteRunError, MissingDataError
+from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.importing.nccl_inspector import read_logs
 from fsdp_inspect.run import Run, open_run
 from fsdp_inspect.trace.codes import EventKind
 from tests.builders import InMemoryRun, RunBuilder
+from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "tests/importing/nccl_inspector_logs.tar.xz"
@@ -151,6 +153,8 @@ def test_a_log_written_late_names_units_but_no_recorded_times(logs, tmp_path):
     source = logs / "hsdp-4-ranks/vm-pid8050.log"
     prompt, late = run.nccl(source), run.nccl(rewrite(source, tmp_path / "late", written_late))
     assert [replace(row, recorded_ns=None) for row in prompt.units] == list(late.units)
+    assert "too late to tell which step is which" in late.notes[-1]
+    assert not any("too late" in note for note in prompt.notes)
 
 
 @pytest.fixture
@@ -207,6 +211,23 @@ def test_units_of_equal_sizes_are_told_apart_by_time_only(logs, uniform, tmp_pat
     else:
         assert times == {}
         assert row.reason.startswith("12 cannot tell: the sizes fit several units")
+
+
+def test_logs_join_an_imported_trace(logs, tmp_path):
+    (tmp_path / "traces").mkdir()
+    for rank in (0, 1):
+        trace = TraceWriter(rank=rank)
+        fsdp2_step(trace)
+        trace.write(tmp_path / "traces" / f"rank{rank}.json.gz")
+    import_traces(tmp_path / "traces", tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    template = lines_of(logs / "tiny-2-ranks/vm-pid7955.log")[0]
+    result = run.nccl(log_of(run.source, template, tmp_path, 100))
+    assert {row.fqn: (row.kind, row.count) for row in result.units} == {
+        "": ("all_gather", 1),
+        "layers.0": ("all_gather", 2),
+    }
+    assert result.notes == ("No log of rank 1.",)
 
 
 def test_a_run_without_processes_takes_the_rank_in_the_communicator_of_all(logs):
