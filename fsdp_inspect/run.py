@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.analysis.lifetime import Lifetime
     from fsdp_inspect.analysis.memory.overview import MemoryOverview
     from fsdp_inspect.analysis.mesh_grid import MeshGrid
+    from fsdp_inspect.analysis.nccl_times import NcclTimes
     from fsdp_inspect.analysis.numerics import Numerics
     from fsdp_inspect.analysis.rank_waits import RankWaits
     from fsdp_inspect.analysis.scalars import ScalarSeries
@@ -211,6 +212,24 @@ class Run:
         from fsdp_inspect.analysis.kernels import measure_kernels
 
         return self._ask(("kernels", rank), lambda: measure_kernels(self._context, rank=rank))
+
+    def nccl(self, logs: str | Path, *, rank: int | None = None) -> NcclTimes:
+        """NCCL's own times by unit and by communicator, from JSON logs of NCCL Inspector.
+
+        Args:
+            logs: A log, or a folder with the logs of this training.
+            rank: Default all ranks that have a log.
+
+        Raises:
+            ImportingError: No log can be read.
+            IncompleteRunError: The run has no data of that rank.
+            MissingDataError: No log belongs to a rank of the run.
+        """
+        from fsdp_inspect.analysis.nccl_times import measure_nccl
+        from fsdp_inspect.importing.nccl_inspector import read_logs
+
+        found, faults = read_logs(Path(logs))
+        return measure_nccl(self._context, found, rank=rank, notes=faults)
 
     def host_stops(self) -> HostStops | None:
         """Reads of values, garbage collections and compilations by line; None: not recorded."""

@@ -66,27 +66,49 @@ def import_(  # noqa: PLR0913 - one argument an option
     Example: `fsdp-inspect import traces/ --out runs/imported --dask local`
     """
     _check_path(path)
-    if dask is not None and (_is_dump(path) or _is_snapshot(path)):
+    from fsdp_inspect.report.json import render_run_json
+    from fsdp_inspect.report.outcomes import render_import
+    from fsdp_inspect.store.reader import open_run
+
+    imported = _import(path, out, by_step, name, max_size, dask)
+    if as_json:
+        print(render_run_json(open_run(out), imported))
+    else:
+        print_renderable(render_import(imported))
+
+
+def _import(
+    path: Path,
+    out: Path,
+    by_step: bool | None,
+    name: str,
+    max_size: int | None,
+    dask: str | None,
+) -> "ImportedTraces | ImportedSnapshot | ImportedDumps":
+    """Import a path by its kind."""
+    from fsdp_inspect.importing.flight_recorder import import_dumps, looks_like_dumps
+    from fsdp_inspect.importing.kineto import import_traces
+    from fsdp_inspect.importing.snapshot import import_snapshot, looks_like_snapshot
+    from fsdp_inspect.importing.snapshot_pickle import MAX_MEMORY_BYTES
+
+    is_dump = looks_like_dumps(path)
+    is_snapshot = not is_dump and looks_like_snapshot(path)
+    if dask is not None and (is_dump or is_snapshot):
         raise typer.BadParameter(
             "a memory snapshot or flight recorder dump is read by one process. Omit --dask.",
             param_hint="--dask",
         )
-    if _is_dump(path):
-        _import_dumps(path, out, name, as_json=as_json)
-        return
-    if _is_snapshot(path):
+    if is_dump:
+        return import_dumps(path, out, name=name)
+    if is_snapshot:
         if by_step:
             raise typer.BadParameter(
                 "a memory snapshot has no ProfilerStep marks. Omit --by-step.",
                 param_hint="--by-step",
             )
-        _import_snapshot(path, out, name, max_size, as_json=as_json)
-        return
-    from fsdp_inspect.importing.kineto import import_traces
-    from fsdp_inspect.report.outcomes import render_import
-
+        return import_snapshot(path, out, name=name, max_memory_bytes=max_size or MAX_MEMORY_BYTES)
     with open_tasks(dask) as tasks, _progress() as on_progress:
-        imported = import_traces(
+        return import_traces(
             path,
             out,
             by_step=by_step,
@@ -95,17 +117,6 @@ def import_(  # noqa: PLR0913 - one argument an option
             on_progress=on_progress,
             tasks=tasks,
         )
-    if as_json:
-        _print_json(out, imported)
-    else:
-        print_renderable(render_import(imported))
-
-
-def _print_json(out: Path, imported: "ImportedTraces | ImportedSnapshot | ImportedDumps") -> None:
-    from fsdp_inspect.report.json import render_run_json
-    from fsdp_inspect.store.reader import open_run
-
-    print(render_run_json(open_run(out), imported))
 
 
 def _check_path(path: Path) -> None:
@@ -120,43 +131,6 @@ def _check_path(path: Path) -> None:
             "its content to a file first.",
             param_hint="PATH",
         )
-
-
-def _is_dump(path: Path) -> bool:
-    from fsdp_inspect.importing.flight_recorder import looks_like_dumps
-
-    return looks_like_dumps(path)
-
-
-def _import_dumps(path: Path, out: Path, name: str, *, as_json: bool) -> None:
-    from fsdp_inspect.importing.flight_recorder import import_dumps
-    from fsdp_inspect.report.outcomes import render_dumps
-
-    imported = import_dumps(path, out, name=name)
-    if as_json:
-        _print_json(out, imported)
-    else:
-        print_renderable(render_dumps(imported))
-
-
-def _is_snapshot(path: Path) -> bool:
-    from fsdp_inspect.importing.snapshot import looks_like_snapshot
-
-    return looks_like_snapshot(path)
-
-
-def _import_snapshot(
-    path: Path, out: Path, name: str, max_bytes: int | None, *, as_json: bool
-) -> None:
-    from fsdp_inspect.importing.snapshot import import_snapshot
-    from fsdp_inspect.importing.snapshot_pickle import MAX_MEMORY_BYTES
-    from fsdp_inspect.report.outcomes import render_snapshot
-
-    imported = import_snapshot(path, out, name=name, max_memory_bytes=max_bytes or MAX_MEMORY_BYTES)
-    if as_json:
-        _print_json(out, imported)
-    else:
-        print_renderable(render_snapshot(imported))
 
 
 @contextmanager

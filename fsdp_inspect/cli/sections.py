@@ -180,6 +180,24 @@ def kernels(
     _print(opened, opened.kernels(rank=rank), render_kernels, as_json=as_json)
 
 
+def nccl(
+    run: RunArgument,
+    inspector: str | None = None,
+    rank: int | None = None,
+    as_json: bool = False,
+) -> None:
+    """NCCL's own times of the collectives, from logs of NCCL Inspector."""
+    from fsdp_inspect.report.text import render_nccl
+
+    if inspector is None:
+        raise typer.BadParameter(
+            "The section nccl needs the logs of NCCL Inspector. Expected --inspector LOGS.",
+            param_hint="SECTION",
+        )
+    opened = open_run_argument(run)
+    _print(opened, opened.nccl(inspector, rank=rank), render_nccl, as_json=as_json)
+
+
 def numerics(run: RunArgument, as_json: JsonOption = False) -> None:
     """Show the numerics of each unit: norms, values that are not finite, lost updates.
 
@@ -309,6 +327,7 @@ SECTIONS: Mapping[str, Callable[..., None]] = {
     "exposed": exposed,
     "units": units,
     "kernels": kernels,
+    "nccl": nccl,
     "memory": memory,
     "ranks": ranks,
     "numerics": numerics,
@@ -350,6 +369,12 @@ def show(  # noqa: PLR0913 - one argument an option
             show_default=False,
         ),
     ] = None,
+    inspector: Annotated[
+        str | None,
+        typer.Option(
+            help="A log of NCCL Inspector, or the folder of the logs (nccl).", metavar="LOGS"
+        ),
+    ] = None,
     dask: DaskOption = None,
     as_json: JsonOption = False,
     at_end: Annotated[
@@ -375,7 +400,8 @@ def show(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect show runs/demo exposed memory --rank 1`
     """
-    given = {"rank": rank, "step": step, "unit": unit, "grid": grid, "metric": metric, "dask": dask}
+    given = {"rank": rank, "step": step, "unit": unit, "grid": grid, "metric": metric,
+             "inspector": inspector, "dask": dask}  # fmt: skip
     options: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     chosen = sections or (["breakdown"] if {"rank", "step"} & options.keys() else [])
     unknown = [name for name in chosen if name not in SECTIONS]

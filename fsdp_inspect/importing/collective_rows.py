@@ -32,8 +32,6 @@ class Owners:
     unit: Int64Array
     issued_by: Int64Array
     is_prefetched: NDArray[np.bool_]
-    method_is_inferred: bool
-    """Whether the units are inferred from size and order instead of named by the trace."""
 
 
 def find_owners(comms: Communications, ranges: UnitRanges) -> Owners:
@@ -51,13 +49,13 @@ def find_owners(comms: Communications, ranges: UnitRanges) -> Owners:
         ranges.before(thread, issue_ns, RangeKind.PRE_FORWARD, RangeKind.PRE_BACKWARD)
     )
     issuer = np.where(is_prefetched & (before != NO_UNIT), before, unit)
-    return Owners(unit, issuer, is_prefetched, False)
+    return Owners(unit, issuer, is_prefetched)
 
 
 def find_implied_owners(comms: Communications, implied: ImpliedUnits) -> Owners:
     """The owners for a trace without ranges that name units: inferred from size and order."""
     unit = implied.unit
-    return Owners(unit, unit, np.zeros(len(comms), dtype=bool), True)
+    return Owners(unit, unit, np.zeros(len(comms), dtype=bool))
 
 
 @dataclass(frozen=True, slots=True)

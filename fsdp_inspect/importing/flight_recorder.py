@@ -7,11 +7,9 @@ A dump lists the last collectives of one rank. NCCL writes it when its watchdog 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +20,9 @@ from fsdp_inspect.formatting import format_numbers
 from fsdp_inspect.importing.flight_recorder_file import Collective, Dump, read_dump
 from fsdp_inspect.importing.message_labels import ModelParts
 from fsdp_inspect.importing.model_units import NamedUnits, assign_units, name_units
-from fsdp_inspect.store.finished import write_finished_run
+from fsdp_inspect.importing.trace_file import RANK_IN_NAME, list_files
+from fsdp_inspect.store.finished import identify_import, unplaced_record, write_finished_run
+from fsdp_inspect.store.schema import BLACK_BOX_FILE, STACKS_FILE
 from fsdp_inspect.trace.black_box import (
     CAPACITY,
     EMPTY_HEADER,
@@ -31,22 +31,17 @@ from fsdp_inspect.trace.black_box import (
     CodePlace,
     Communicator,
     Header,
+    encode,
 )
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, EventKind
-from fsdp_inspect.trace.run import (
-    UNPLACED_CLOCK,
-    ClockPair,
-    RankRecord,
-    RunManifest,
-    RunStatus,
-)
+from fsdp_inspect.trace.run import RunManifest
 
 _HEADER = replace(EMPTY_HEADER, step=UNKNOWN_STEP, unit=NO_UNIT)
 _MARKS = (b"collective_seq_id", b"pg_config", b"nccl_comm_state")
 _TRACE_MARKS = (b'"traceEvents"', b'"distributedInfo"', b'"deviceProperties"')
 """Fields of a trace of torch.profiler, which also lists the process groups (`pg_config`)."""
 _HEAD_BYTES = 1 << 16
-_RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)|(\d{1,6})(?:\.\w+)?$", re.IGNORECASE)
+_RANK_AT_END = re.compile(r"(\d{1,6})(?:\.\w+)?$")
 _MAX_PLACES = 400
 """The highest number of lines of code to keep, because the text of a black box is limited."""
 
@@ -68,7 +63,7 @@ class ImportedDumps:
 def looks_like_dumps(path: Path) -> bool:
     """Whether a file, or a file of a folder, begins like a dump of the flight recorder."""
     try:
-        return any(_begins_like_dump(file) for file in _files_of(path))
+        return any(_begins_like_dump(file) for file in list_files(path))
     except OSError:
         return False
 
@@ -96,7 +91,7 @@ def import_dumps(
         ImportingError: Two files are of one rank, or a name has no rank.
         StoreError: `out` exists already or cannot be written.
     """
-    files = _by_rank([file for file in _files_of(path) if _begins_like_dump(file)])
+    files = _by_rank([file for file in list_files(path) if _begins_like_dump(file)])
     if not files:
         raise NotARunError(
             f"No flight recorder dump found at {str(path)!r}. Expected files such as "
@@ -118,20 +113,21 @@ def import_dumps(
         }
         notes.append(_note_of_units(units, model))
     boxes = _make_boxes(dumps, members, latest_ns)
-    manifest = _describe(out, path, files, world_size, latest_ns, notes)
-    manifest = manifest.model_copy(
-        update={
-            "name": name or path.name,
-            "backend": next(iter(dumps.values())).backend,
-            "units": [] if units is None else units.describe(),
-        }
+    manifest = RunManifest(
+        **identify_import(out, [*files.values()], latest_ns),
+        name=name or path.name,
+        world_size=world_size,
+        backend=next(iter(dumps.values())).backend,
+        device_type="cpu",
+        units=[] if units is None else units.describe(),
+        notes=notes,
     )
     with write_finished_run(out) as run:
         for rank, box in boxes.items():
-            run.write_record(_record(rank, world_size, latest_ns).of_run(manifest))
-            run.write_black_box(rank, box)
+            run.write_record(unplaced_record(manifest, rank))
+            run.write_file(rank, BLACK_BOX_FILE, encode(box))
             if stacks is not None and rank in stacks:
-                run.write_stacks(rank, stacks[rank])
+                run.write_file(rank, STACKS_FILE, stacks[rank].encode())
         run.finish(manifest)
     return ImportedDumps(
         path=out,
@@ -146,14 +142,6 @@ def import_dumps(
 # --- reading
 
 
-def _files_of(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        return []
-    return [file for file in sorted(path.iterdir()) if file.is_file() and file.name[0] not in "._"]
-
-
 def _begins_like_dump(file: Path) -> bool:
     with file.open("rb") as opened:
         head = opened.read(_HEAD_BYTES)
@@ -165,13 +153,13 @@ def _by_rank(files: Sequence[Path]) -> dict[int, Path]:
     """Sort the files by rank. A pickle wins over the JSON of the same rank, which has no stacks."""
     found: dict[int, Path] = {}
     for file in sorted(files, key=lambda file: file.suffix == ".json"):
-        number = _RANK_IN_NAME.search(file.name)
+        number = RANK_IN_NAME.search(file.name) or _RANK_AT_END.search(file.name)
         if number is None:
             raise ImportingError(
                 f"{file.name} has no rank in its name. Expected a name that ends in the rank, as "
                 "nccl_trace_rank_0. Rename the file."
             )
-        rank = int(number[1] or number[2])
+        rank = int(number[1])
         other = found.setdefault(rank, file)
         if other is not file and (other.suffix == ".json") == (file.suffix == ".json"):
             raise ImportingError(
@@ -387,40 +375,3 @@ def _notes_of_times(dumps: dict[int, Dump]) -> list[str]:
         f"The dumps of rank {format_numbers(apart)} end before others begin: they may be of "
         "another run."
     ]
-
-
-def _record(rank: int, world_size: int, moment_ns: int) -> RankRecord:
-    wall = ClockPair(monotonic_ns=moment_ns, unix_ns=moment_ns, uncertainty_ns=1_000_000)
-    return RankRecord(
-        rank=rank,
-        world_size=world_size,
-        clock=UNPLACED_CLOCK,
-        clock_start=wall,
-        clock_end=wall,
-        status=RunStatus.IMPORTED,
-    )
-
-
-def _describe(
-    out: Path,
-    path: Path,
-    files: dict[int, Path],
-    world_size: int,
-    moment_ns: int,
-    notes: Sequence[str],
-) -> RunManifest:
-    names = [file.name for file in files.values()]
-    identity = hashlib.sha256("\n".join([*names, str(moment_ns)]).encode()).hexdigest()[:8]
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name) or "dumps"
-    return RunManifest(
-        run_id=f"{stem}-{identity}",
-        name=path.name,
-        created=datetime.fromtimestamp(moment_ns // 10**9, UTC).isoformat(),
-        created_unix_ns=moment_ns,
-        world_size=world_size,
-        backend="unknown",
-        device_type="cpu",
-        source="imported",
-        recorder={"imported_from": names},
-        notes=list(notes),
-    )

@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.formatting import format_bytes
-from fsdp_inspect.importing.trace_file import ImportLimits
+from fsdp_inspect.importing.trace_file import CANNOT_DECODE, ImportLimits
 
 EVENTS_KEY = "traceEvents"
 STRETCH_BYTES = 1 << 20
@@ -46,12 +45,10 @@ _TOKEN = re.compile(rb'["{}\[\]]')
 _STRING_END = re.compile(rb'(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR_END = re.compile(rb"[,}\]\s]")
 
-_CANNOT_DECODE = (msgspec.DecodeError, ValueError, ArithmeticError, RecursionError)
-"""Invalid bytes in text raise a ValueError, out-of-range numbers an ArithmeticError."""
 
 EventT = TypeVar("EventT")
 DecodeAll = Callable[[bytes], list[EventT]]
-"""Decodes a JSON array of events, or raises one of `_CANNOT_DECODE`."""
+"""Decodes a JSON array of events, or raises one of `CANNOT_DECODE`."""
 DecodeOne = Callable[[bytes], EventT | None]
 """Decodes one unusual event; None leaves it out. Raises ValueError or RecursionError if the bytes
 are not JSON."""
@@ -243,7 +240,7 @@ class EventReader:
             try:
                 whole = memoryview(self._buffer)[self._at : at + 1]
                 events = decode_all(b"".join((b"[", whole, b"]")))
-            except _CANNOT_DECODE:
+            except CANNOT_DECODE:
                 return None
             self._at = at + 1
             return events
@@ -259,7 +256,7 @@ class EventReader:
         last = int(ends[-1])
         try:
             events = decode_all(b"[" + self._buffer[self._at : last] + b"]")
-        except _CANNOT_DECODE:
+        except CANNOT_DECODE:
             events = self._decode_each(ends, decode_one)
         self._at = last
         return events

@@ -4,12 +4,9 @@ A file is one rank; a folder has one rank for each trace. A task reads each trac
 memory holds the columns of one trace. The run folder appears only after all traces are read.
 """
 
-import hashlib
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.formatting import listed
 from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.rank_trace import RankTrace
-from fsdp_inspect.importing.trace_file import ImportLimits
+from fsdp_inspect.importing.trace_file import RANK_IN_NAME, ImportLimits
 from fsdp_inspect.importing.trace_part import (
     CollectiveOrder,
     LeftOut,
@@ -29,7 +26,7 @@ from fsdp_inspect.importing.trace_part import (
 )
 from fsdp_inspect.importing.trace_sources import SUFFIXES, list_processes
 from fsdp_inspect.parallel.tasks import InProcess, OnDone, Tasks
-from fsdp_inspect.store.finished import FinishedRun, write_finished_run
+from fsdp_inspect.store.finished import FinishedRun, identify_import, write_finished_run
 from fsdp_inspect.trace.records import MAX_WORLD_SIZE
 from fsdp_inspect.trace.run import (
     IMPORTED_CLOCK,
@@ -47,7 +44,6 @@ CLOCK_UNCERTAINTY_NS = 1000
 """Uncertainty of a trace's wall time relative to its host's clock: traces are written in µs."""
 
 _NEVER_NS = 1 << 62
-_RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _MAX_NOTED = 4
 
 OnProgress = Callable[[str, float], None]
@@ -266,7 +262,7 @@ class _Merged:
 
     def _rank_of(self, part: TracePart) -> int:
         trace, name = part.trace, part.file
-        named = None if part.is_process else _RANK_IN_NAME.search(name)
+        named = None if part.is_process else RANK_IN_NAME.search(name)
         rank = trace.rank if trace.rank is not None else int(named[1]) if named else None
         if rank is None:
             self._has_guessed_ranks = True
@@ -383,17 +379,13 @@ class _Merged:
     def _manifest(self, world_size: int, notes: Sequence[str]) -> RunManifest:
         traces = [trace for _, (_, trace) in sorted(self._traces.items())]
         created_ns = min(self._created_ns(trace) for trace in traces)
-        text = "\n".join([*(file.name for file in self._files), str(created_ns)])
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", self._out.name) or "import"
         num_parameters = sum(unit.num_parameters for unit in self._units)
         gaps = [trace.gaps for trace in traces]
         paused = max(gaps, key=lambda each: each.longest_pause_ns / max(each.duration_ns, 1))
         has_names = traces[0].unit_origin == UNITS_FROM_RANGES
         return RunManifest(
-            run_id=f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}",
+            **identify_import(self._out, self._files, created_ns),
             name=self._name,
-            created=datetime.fromtimestamp(created_ns / 1e9, UTC).isoformat(timespec="seconds"),
-            created_unix_ns=created_ns,
             model=ModelInfo(num_parameters=num_parameters if has_names else 0),
             units=self._units,
             process_groups=self._names.process_groups(
@@ -403,9 +395,7 @@ class _Merged:
             backend=next((each.backend for each in traces if each.backend), "unknown"),
             device_type=traces[0].device_type,
             device_name=traces[0].device_name,
-            source="imported",
             versions=traces[0].versions,
-            recorder={"imported_from": [file.name for file in self._files]},
             num_device_events=sum(trace.num_device_events for trace in traces),
             num_unread_events=sum(trace.num_unread_events for trace in traces),
             lacks_kernels=any(each.lacks_kernels for each in gaps),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.errors import ImportingError
-from fsdp_inspect.importing.trace_sources import NOTES_KEY, name_range
+from fsdp_inspect.importing.trace_sources import NOTES_KEY, make_event, name_range
 
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _SHIFT = 1 << 24
@@ -118,22 +118,14 @@ def _select(
     return database.execute(query)
 
 
-def _event(category: str, name: str, start: int, end: int, **fields: Any) -> Event:
-    start, end = int(start), int(end)
-    times = {"ts": start / 1000, "dur": (end - start) / 1000}
-    return {"ph": "X", "cat": category, "name": name, **times, **fields}
-
-
 def _kernels(database: sqlite3.Connection, process: int) -> Iterator[Event]:
     rows = _select(
         database, _KERNELS, process, "deviceId, streamId, correlationId", "globalPid",
         "demangledName",
     )  # fmt: skip
     for start, end, device, stream, correlation, name in rows:
-        yield _event(
-            "kernel", name or "unknown kernel", start, end,
-            pid=device, tid=stream, args={"correlation": correlation},
-        )  # fmt: skip
+        span = int(start), int(end)
+        yield make_event("kernel", name or "unknown kernel", span, device, stream, correlation)
 
 
 def _copies(database: sqlite3.Connection, process: int) -> Iterator[Event]:
@@ -143,11 +135,8 @@ def _copies(database: sqlite3.Connection, process: int) -> Iterator[Event]:
             database, f"CUPTI_ACTIVITY_KIND_{table}", process, wanted, "globalPid", "none"
         )
         for start, end, device, stream, correlation, copy, _ in rows:
-            name = f"{kind} {_COPIES.get(copy, '')}".strip()
-            yield _event(
-                f"gpu_{kind.lower()}", name, start, end,
-                pid=device, tid=stream, args={"correlation": correlation},
-            )  # fmt: skip
+            name, span = f"{kind} {_COPIES.get(copy, '')}".strip(), (int(start), int(end))
+            yield make_event(f"gpu_{kind.lower()}", name, span, device, stream, correlation)
 
 
 def _calls(database: sqlite3.Connection, process: int) -> Iterator[Event]:
@@ -156,11 +145,8 @@ def _calls(database: sqlite3.Connection, process: int) -> Iterator[Event]:
         "nameId",
     )  # fmt: skip
     for start, end, thread, correlation, name in rows:
-        plain = (name or "unknown call").partition("_v")[0]
-        yield _event(
-            "cuda_runtime", plain, start, end,
-            pid=process, tid=thread, args={"correlation": correlation},
-        )  # fmt: skip
+        plain, span = (name or "unknown call").partition("_v")[0], (int(start), int(end))
+        yield make_event("cuda_runtime", plain, span, process, thread, correlation)
 
 
 def _ranges(database: sqlite3.Connection, process: int) -> Iterator[Event]:
@@ -171,7 +157,7 @@ def _ranges(database: sqlite3.Connection, process: int) -> Iterator[Event]:
         name = text or registered
         if kind not in _RANGES or end is None or not isinstance(name, str):
             continue
-        yield _event(*name_range(name), start, end, pid=process, tid=thread)
+        yield make_event(*name_range(name), (int(start), int(end)), process, thread)
 
 
 def _other_values(database: sqlite3.Connection, device: int | None) -> Event:

@@ -16,8 +16,8 @@ import msgspec
 
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.formatting import format_bytes
-from fsdp_inspect.importing.trace_file import ImportLimits, read_blocks
-from fsdp_inspect.importing.trace_sources import MARKS_KEY, NOTES_KEY, name_range
+from fsdp_inspect.importing.trace_file import CANNOT_DECODE, ImportLimits, read_blocks
+from fsdp_inspect.importing.trace_sources import MARKS_KEY, NOTES_KEY, make_event, name_range
 
 _NOTE = (
     "The trace is the JSON of rocprofv3. Operators, ranges and steps are its ROCTx ranges; it has "
@@ -126,7 +126,7 @@ class RocprofJson:
                         "training with rocprofv3 --collection-period."
                     )
             read = msgspec.json.decode(content, type=_File).processes
-        except (msgspec.DecodeError, RecursionError) as error:
+        except CANNOT_DECODE as error:
             raise ImportingError(
                 f"{path.name} cannot be read: {error}. Expected a complete file of "
                 "rocprofv3 --output-format json. Profile again."
@@ -200,14 +200,6 @@ def _operation(kinds: list[list[str]], record: _Record) -> str:
 def _event(
     category: str, name: str, record: _Record, process: int, thread: int | str | None = None
 ) -> Event:
-    start, end = record.start_timestamp, record.end_timestamp
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "ts": start / 1000,
-        "dur": (end - start) / 1000,
-        "pid": process,
-        "tid": record.thread_id if thread is None else thread,
-        "args": {"correlation": record.correlation_id.internal},
-    }
+    span = record.start_timestamp, record.end_timestamp
+    thread = record.thread_id if thread is None else thread
+    return make_event(category, name, span, process, thread, record.correlation_id.internal)

@@ -5,16 +5,12 @@ files becomes one rank for each file, in the order of the rank numbers in their 
 written after all files are read. The run's notes list the data that a snapshot does not contain.
 """
 
-import hashlib
-import re
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from fsdp_inspect.errors import CorruptFileError, NotARunError, StoreError
+from fsdp_inspect.errors import CorruptFileError, NotARunError
 from fsdp_inspect.formatting import format_bytes, listed, plural
 from fsdp_inspect.importing.snapshot_contents import SnapshotContents, parse_snapshot
 from fsdp_inspect.importing.snapshot_pickle import (
@@ -31,31 +27,27 @@ from fsdp_inspect.importing.snapshot_rows import (
     read_history,
     read_peak,
 )
-from fsdp_inspect.store.finished import expect_new_folder
-from fsdp_inspect.store.folder import create_run
-from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.importing.trace_file import RANK_IN_NAME, list_files
+from fsdp_inspect.store.finished import (
+    expect_new_folder,
+    identify_import,
+    unplaced_record,
+    write_finished_run,
+)
+from fsdp_inspect.store.records import AnyRecord
 from fsdp_inspect.store.schema import (
     ALLOCATIONS_FILE,
     LIVE_MEMORY_FILE,
+    MEMORY,
     OUT_OF_MEMORY_FILE,
 )
-from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.allocations import to_record
 from fsdp_inspect.trace.live_memory import LiveMemoryRecord
-from fsdp_inspect.trace.run import (
-    UNPLACED_CLOCK,
-    ClockPair,
-    FailedRequest,
-    RankRecord,
-    RunManifest,
-    RunStatus,
-    Unit,
-)
+from fsdp_inspect.trace.run import FailedRequest, RunManifest, Unit
 
 MEMORY_SNAPSHOT = "memory_snapshot"
 """The `memory_from` of imported snapshots."""
 
-_RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})", re.IGNORECASE)
 _SETTINGS_KEYS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -83,7 +75,7 @@ def looks_like_snapshot(path: Path) -> bool:
     Other pickles begin in the same way. The import of such a file reports its content.
     """
     if path.is_dir():
-        files = _files_in(path)
+        files = list_files(path)
         return bool(files) and all(looks_like_snapshot(file) for file in files)
     if not path.is_file():  # reading a pipe or a device may never end
         return False
@@ -115,7 +107,7 @@ def import_snapshot(
             is left.
         StoreError: `out` exists already or cannot be written.
     """
-    files = _by_rank(_files_in(path) if path.is_dir() else [path])
+    files = _by_rank(list_files(path))
     if not files or not all(file.is_file() for file in files):
         raise NotARunError(
             f"No memory snapshot found at {str(path)!r}. Expected a file written by "
@@ -144,15 +136,9 @@ def import_snapshot(
 # --- reading
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return [
-        file for file in sorted(folder.iterdir()) if file.is_file() and file.name[0] not in "._"
-    ]
-
-
 def _by_rank(files: Sequence[Path]) -> list[Path]:
     def order(file: Path) -> tuple[int, str]:
-        found = _RANK_IN_NAME.search(file.name)
+        found = RANK_IN_NAME.search(file.name)
         return (int(found[1]) if found else -1, file.name)
 
     return sorted(files, key=order)
@@ -268,25 +254,17 @@ def _describe(
     notes: Sequence[str],
 ) -> RunManifest:
     taken_ns = min(_taken_ns(rank, file) for rank, file in zip(ranks, files, strict=True))
-    settings = contents[0].settings
+    settings, identity = contents[0].settings, identify_import(out, files, taken_ns)
+    identity["recorder"]["allocator_settings"] = dict(settings)
     text = next((settings[key] for key in _SETTINGS_KEYS if settings.get(key)), "")
-    identity = hashlib.sha256("\n".join([*(file.name for file in files), str(taken_ns)]).encode())
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", out.name) or "snapshot"
     return RunManifest(
-        run_id=f"{stem}-{identity.hexdigest()[:8]}",
+        **identity,
         name=files[0].name if len(files) == 1 else out.name,
-        created=datetime.fromtimestamp(taken_ns // 10**9, UTC).isoformat(),
-        created_unix_ns=taken_ns,
         units=_units(ranks),
         world_size=len(ranks),
         backend="unknown",
         device_type="cuda",
-        source="imported",
         environment={"PYTORCH_CUDA_ALLOC_CONF": text} if text else {},
-        recorder={
-            "imported_from": [file.name for file in files],
-            "allocator_settings": dict(settings),
-        },
         notes=list(notes),
     )
 
@@ -341,80 +319,30 @@ def _write(
     indices: Sequence[Sequence[int]],
     failed: Sequence[FailedRequest | None],
 ) -> None:
-    existed = out.exists()
-    try:
-        attempt = create_run(out, manifest)
+    with write_finished_run(out) as run:
         for number, (rank, index) in enumerate(zip(ranks, indices, strict=True)):
-            rows = memory_rows(rank, index)
-            record = _record(number, len(ranks), rank, manifest, failed[number]).of_run(manifest)
-            writer = RankWriter(out, record.model_copy(update={"attempt": attempt}))
-            writer.memory.extend(rows)
-            writer.close(RunStatus.IMPORTED)
-            _write_records(writer, manifest.run_id, rank, index)
-            if writer.record.problems:
-                raise OSError("; ".join(writer.record.problems))
-    except BaseException as error:
-        _remove(out, existed)
-        if isinstance(error, OSError):
-            raise StoreError(
-                f"The run cannot be written to {str(out)!r}: {error}. Expected a writable folder "
-                "with enough free space. Name another folder."
-            ) from error
-        raise
+            fields = {
+                "device": f"cuda:{rank.device.device}",
+                "num_steps": len(rank.positions.step_ends_us),
+                "tables": [MEMORY.name],
+                "memory_from": MEMORY_SNAPSHOT,
+                "failed_request": failed[number],
+            }
+            run.write_record(unplaced_record(manifest, number, **fields))
+            run.write_table(number, MEMORY, memory_rows(rank, index))
+            for name, found in _describe_rank(rank, index):
+                run.write_owned(number, name, found)
+        run.finish(manifest)
 
 
-def _record(
-    number: int,
-    world_size: int,
-    rank: RankSnapshot,
-    manifest: RunManifest,
-    failed: FailedRequest | None,
-) -> RankRecord:
-    wall = ClockPair(
-        monotonic_ns=manifest.created_unix_ns,
-        unix_ns=manifest.created_unix_ns,
-        uncertainty_ns=1000,
-    )
-    return RankRecord(
-        rank=number,
-        world_size=world_size,
-        device=f"cuda:{rank.device.device}",
-        clock=UNPLACED_CLOCK,
-        clock_start=wall,
-        clock_end=wall,
-        status=RunStatus.IMPORTED,
-        num_steps=len(rank.positions.step_ends_us),
-        memory_from=MEMORY_SNAPSHOT,
-        failed_request=failed,
-    )
-
-
-def _write_records(
-    writer: RankWriter, run_id: str, rank: RankSnapshot, index: Sequence[int]
-) -> None:
-    """Write what the snapshot has of a rank: allocations, the peak by line, a failed request."""
-    number, attempt = writer.record.rank, writer.record.attempt
-    identity = {"run_id": run_id, "rank": number, "attempt": attempt}
+def _describe_rank(rank: RankSnapshot, index: Sequence[int]) -> Iterator[tuple[str, AnyRecord]]:
+    """The files of what the snapshot has: allocations, the peak by line, a failed request."""
     history = read_history(rank.device)
     if history is not None:
-        allocations = to_record(history, run_id=run_id, rank=number, attempt=attempt)
-        replace_file(writer.folder / ALLOCATIONS_FILE, encode_record(allocations))
+        yield ALLOCATIONS_FILE, to_record(history, run_id="", rank=0, attempt=0)
     peak = read_peak(rank, index)
     if peak is not None:
-        live = LiveMemoryRecord(run_id=run_id, rank=number, attempt=attempt, moments=[peak])
-        replace_file(writer.folder / LIVE_MEMORY_FILE, encode_record(live))
+        yield LIVE_MEMORY_FILE, LiveMemoryRecord(run_id="", rank=0, attempt=0, moments=[peak])
     failure = read_failed_request(rank, index)
     if failure is not None:
-        failure = failure.model_copy(update=identity)
-        replace_file(writer.folder / OUT_OF_MEMORY_FILE, encode_record(failure))
-
-
-def _remove(out: Path, existed: bool) -> None:
-    if not existed:
-        shutil.rmtree(out, ignore_errors=True)
-        return
-    for child in out.iterdir():
-        if child.is_dir():
-            shutil.rmtree(child, ignore_errors=True)
-        else:
-            child.unlink(missing_ok=True)
+        yield OUT_OF_MEMORY_FILE, failure

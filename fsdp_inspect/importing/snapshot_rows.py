@@ -76,8 +76,8 @@ class RankSnapshot:
         return int(lives.size[made].max(initial=0))
 
 
-def memory_rows(snapshot: RankSnapshot, unit_index: Sequence[int]) -> list[Row]:
-    """Build the samples of one rank, in the column order of `MemoryTable`, by time.
+def memory_rows(snapshot: RankSnapshot, unit_index: Sequence[int]) -> MemoryTable:
+    """Build the samples of one rank.
 
     Args:
         snapshot: The rank's snapshot.
@@ -85,7 +85,8 @@ def memory_rows(snapshot: RankSnapshot, unit_index: Sequence[int]) -> list[Row]:
     """
     writer = _Rows(snapshot, np.array([*unit_index, NO_UNIT], dtype=np.int64))
     rows = [*writer.over_time(), *writer.at_step_ends(), *writer.at_peak(), writer.at_snapshot()]
-    return sorted(rows, key=lambda row: row[_TIME])
+    columns = zip(*rows, strict=True)
+    return MemoryTable.from_columns(dict(zip(_COLUMNS, map(np.array, columns), strict=True)))
 
 
 def find_failed_request(snapshot: RankSnapshot, unit_index: Sequence[int]) -> FailedRequest | None:
@@ -108,7 +109,6 @@ def find_failed_request(snapshot: RankSnapshot, unit_index: Sequence[int]) -> Fa
 
 
 _COLUMNS = tuple(MemoryTable.DTYPES)
-_TIME = _COLUMNS.index("time_ns")
 
 
 class _Rows:

@@ -7,17 +7,17 @@ pytorch/torchtitan, torchtitan/observability/structured_logger.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.formatting import format_ns, format_numbers
-from fsdp_inspect.importing.messages import read_whole
-from fsdp_inspect.importing.trace_sources import NOTES_KEY
+from fsdp_inspect.importing.trace_file import read_json_lines
+from fsdp_inspect.importing.trace_sources import NOTES_KEY, make_event
 
 _NAMES = {
     "fetching_batch": "enumerate(DataLoader)#torchtitan",
@@ -26,9 +26,22 @@ _NAMES = {
 _STEP = "step"
 _ENDINGS = {"_start": True, "_end": False}
 _MOST_NAMED = 8
-_MAX_US = 1 << 52
 
 Event = dict[str, Any]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 52)]
+
+
+class _Line(msgspec.Struct):
+    time_us: _Number
+    log_type_name: str
+    log_type: str = ""
+    step: _Number | None = None
+    tid: _Number | None = None
+    step_tags: list[str] | None = None
+    task_name: str | None = None
+    host_name: str = ""
+    global_rank: _Number | None = None
+    rank: _Number | None = None
 
 
 @dataclass
@@ -36,7 +49,7 @@ class _Log:
     """The spans of a log."""
 
     base_us: int
-    first: Mapping[str, Any]
+    first: _Line
     spans: list[tuple[str, int, int, int | None, int]] = field(default_factory=list)
     """The name, start and end in µs since `base_us`, the step, and the thread."""
     tags: dict[str, set[int]] = field(default_factory=dict)
@@ -63,78 +76,48 @@ class TitanLog:
                 "torchtitan training that ended at least one step. Choose the logs of the trainer."
             )
         for name, start, end, step, thread in self._log.spans:
-            yield {
-                "ph": "X",
-                "cat": "user_annotation",
-                "name": f"ProfilerStep#{step}" if name == _STEP else _NAMES.get(name, name),
-                "ts": start,
-                "dur": end - start,
-                "pid": process,
-                "tid": thread,
-            }
+            known = f"ProfilerStep#{step}" if name == _STEP else _NAMES.get(name, name)
+            span = start * 1000, end * 1000
+            yield make_event("user_annotation", known, span, process, thread)
 
     def read_other_values(self, process: int) -> Event:
         """The rank, the host and the notes of a log."""
         del process
         first = self._log.first
+        rank = first.rank if first.global_rank is None else first.global_rank
         return {
             "baseTimeNanoseconds": self._log.base_us * 1000,
-            "host_name": str(first.get("host_name", "")),
-            "distributedInfo": {"rank": first.get("global_rank", first.get("rank"))},
+            "host_name": first.host_name,
+            "distributedInfo": {"rank": rank},
             NOTES_KEY: [*_notes(self._log)],
         }
 
 
 def _read(path: Path) -> _Log:
     log: _Log | None = None
-    begun: dict[tuple[str, str], list[tuple[int, int | None, int]]] = {}
-    decoder = msgspec.json.Decoder()
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = decoder.decode(line)
-            except (msgspec.DecodeError, RecursionError):
-                if log is not None and not line.endswith(b"\n"):
-                    break  # a killed process leaves an incomplete last line
-                record = None
-            time_us = read_whole(record.get("time_us")) if isinstance(record, dict) else None
-            name = record.get("log_type_name") if isinstance(record, dict) else None
-            if time_us is None or time_us > _MAX_US or not isinstance(name, str):
-                raise ImportingError(
-                    f"{path.name} is not a structured log of torchtitan: line {number:,} has no "
-                    "time_us and log_type_name. Expected a file of structured_logs/."
-                )
-            log = log or _Log(time_us, record)
-            _add(log, begun, record, name, time_us - log.base_us)
-    if log is None:
-        raise ImportingError(
-            f"{path.name} is empty. Expected a structured log of torchtitan. Choose another file."
-        )
+    begun: dict[tuple[str, str | None], list[tuple[int, int | None, int]]] = {}
+    for line in read_json_lines(path, _Line, "a structured log of torchtitan"):
+        log = log or _Log(line.time_us, line)
+        _add(log, begun, line)
+    assert log is not None
     log.num_open = sum(map(len, begun.values()))
     return log
 
 
 def _add(
-    log: _Log,
-    begun: dict[tuple[str, str], list[tuple[int, int | None, int]]],
-    record: Mapping[str, Any],
-    name: str,
-    at_us: int,
+    log: _Log, begun: dict[tuple[str, str | None], list[tuple[int, int | None, int]]], line: _Line
 ) -> None:
-    step, thread = read_whole(record.get("step")), read_whole(record.get("tid")) or 0
-    for tag in record.get("step_tags") or ():
-        if step is not None and isinstance(tag, str):
-            log.tags.setdefault(tag, set()).add(step)
-    ending = next((each for each in _ENDINGS if name.endswith(each)), "")
-    if record.get("log_type") != "event" or not ending:
-        log.num_values += record.get("log_type_name") == "metric_value"
+    if line.step is not None:
+        for tag in line.step_tags or ():
+            log.tags.setdefault(tag, set()).add(line.step)
+    ending = next((each for each in _ENDINGS if line.log_type_name.endswith(each)), "")
+    if line.log_type != "event" or not ending:
+        log.num_values += line.log_type_name == "metric_value"
         return
-    span = name.removesuffix(ending)
-    opened = begun.setdefault((span, str(record.get("task_name"))), [])
+    span, at_us = line.log_type_name.removesuffix(ending), line.time_us - log.base_us
+    opened = begun.setdefault((span, line.task_name), [])
     if _ENDINGS[ending]:
-        opened.append((at_us, step, thread))
+        opened.append((at_us, line.step, line.tid or 0))
     elif opened:
         start, first_step, first_thread = opened.pop()
         log.spans.append((span, start, max(at_us, start), first_step, first_thread))

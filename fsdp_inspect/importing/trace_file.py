@@ -6,17 +6,25 @@ are read, and compared with a fixed limit and with the size of the file.
 
 import ctypes
 import gzip
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.formatting import format_bytes
 
 GZIP_MAGIC = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 20
+CANNOT_DECODE = (msgspec.DecodeError, ValueError, ArithmeticError, RecursionError)
+"""Invalid bytes in text raise a ValueError, out-of-range numbers an ArithmeticError."""
+RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
+_LineT = TypeVar("_LineT")
 
 _RATIO_GRACE_BYTES = 64 << 20
 """The limit of the ratio applies only to files that unpack to more than this."""
@@ -44,6 +52,13 @@ def looks_like_trace(path: Path) -> bool:
     if start.startswith(b"{"):
         return b'"traceEvents"' in start
     return start.startswith(b"[") and b'"ph"' in start
+
+
+def list_files(path: Path) -> list[Path]:
+    """A file itself, or the files of a folder by name, without hidden ones."""
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    return [file for file in sorted(path.iterdir()) if file.is_file() and file.name[0] not in "._"]
 
 
 def peek(path: Path) -> bytes:
@@ -96,6 +111,35 @@ def read_blocks(
             f"{path.name} is empty. Expected a trace written by torch.profiler. A full disk leaves "
             "empty files: export the trace again."
         )
+
+
+def read_json_lines(path: Path, kind: type[_LineT], expected: str) -> Iterator[_LineT]:
+    """Yield the lines of a log, without an incomplete last line: a killed process leaves one.
+
+    Raises:
+        ImportingError: The file cannot be read, is empty, or a line is not of this kind.
+    """
+    decoder, count = msgspec.json.Decoder(kind), 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    decoded = decoder.decode(line)
+                except CANNOT_DECODE as error:
+                    if count and not line.endswith(b"\n"):
+                        return
+                    raise ImportingError(
+                        f"{path.name} is not {expected}: line {number:,}: {error}. Choose "
+                        "another file."
+                    ) from error
+                count += 1
+                yield decoded
+    except OSError as error:
+        raise ImportingError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if not count:
+        raise ImportingError(f"{path.name} is empty. Expected {expected}. Choose another file.")
 
 
 def _raw_blocks(path: Path) -> Iterator[tuple[bytes, int]]:

@@ -21,6 +21,7 @@ from fsdp_inspect.importing.rank_trace import RankTrace, read_rank
 from fsdp_inspect.importing.trace_file import ImportLimits, return_freed_memory
 from fsdp_inspect.parallel.tasks import require_shared_folder
 from fsdp_inspect.store.finished import FinishedRun
+from fsdp_inspect.store.schema import EVENTS, KERNELS_FILE
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventKind
 from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.run import Unit
@@ -167,11 +168,12 @@ def place_part(part: PartToPlace) -> None:
         OSError: The events cannot be written.
     """
     events, kernels = part.run.read_part(part.number)
-    part.run.write_events(part.rank, _renumbered(events, part))
+    part.run.write_table(part.rank, EVENTS, _renumbered(events, part))
     del events
     unit = [part.units[one] if one >= 0 else NO_UNIT for one in kernels.columns.unit]
     columns = kernels.columns.model_copy(update={"unit": unit})
-    part.run.write_kernels(part.rank, kernels.model_copy(update={"columns": columns}))
+    kernels = kernels.model_copy(update={"columns": columns})
+    part.run.write_owned(part.rank, KERNELS_FILE, kernels)
     return_freed_memory()
     part.run.summarise(part.rank)
 

@@ -118,6 +118,21 @@ def read_trace_blocks(
         on_progress(1.0)
 
 
+def make_event(
+    category: str,
+    name: str,
+    span: tuple[int, int],
+    process: int,
+    thread: int | str,
+    correlation: int | None = None,
+) -> dict[str, Any]:
+    """An event in the form of torch.profiler; `span`: its start and end in ns."""
+    start, end = span
+    event = {"ph": "X", "cat": category, "name": name, "ts": start / 1000,
+             "dur": (end - start) / 1000, "pid": process, "tid": thread}  # fmt: skip
+    return event if correlation is None else event | {"args": {"correlation": correlation}}
+
+
 def name_range(name: str) -> tuple[str, str]:
     """The category and the name of a range that a training marks with NVTX or ROCTx."""
     plain = _ARGUMENTS.sub("", name)

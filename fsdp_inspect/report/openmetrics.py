@@ -21,27 +21,28 @@ from fsdp_inspect.formatting import make_encodable
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _NS_PER_S = 1e9
+_UNITS = ("seconds", "bytes", "ratio")
 _GIB = float(2**30)
 _PCT = 0.01
 _SINCE = "As the allocator counts them, since the first sample of the recording."
 
-TORCHTITAN_LOGGED: Mapping[str, tuple[str, str, float]] = {
-    "throughput(tps)": ("throughput_tps", "", 1.0),
-    "tflops": ("tflops", "", 1.0),
-    "mfu(%)": ("mfu_ratio", "ratio", _PCT),
-    "grad_norm": ("grad_norm", "", 1.0),
-    "ntokens_seen": ("ntokens_seen", "", 1.0),
-    "loss_metrics/global_avg_loss": ("loss_metrics_global_avg_loss", "", 1.0),
-    "loss_metrics/global_max_loss": ("loss_metrics_global_max_loss", "", 1.0),
-    "time_metrics/data_loading(%)": ("time_metrics_data_loading_ratio", "ratio", _PCT),
-    "memory/max_active(GiB)": ("memory_max_active_bytes", "bytes", _GIB),
-    "memory/max_active(%)": ("memory_max_active_ratio", "ratio", _PCT),
-    "memory/max_reserved(%)": ("memory_max_reserved_ratio", "ratio", _PCT),
-    "memory/num_alloc_retries": ("memory_num_alloc_retries", "", 1.0),
-    "memory/num_ooms": ("memory_num_ooms", "", 1.0),
+TORCHTITAN_LOGGED: Mapping[str, tuple[str, float]] = {
+    "throughput(tps)": ("throughput_tps", 1.0),
+    "tflops": ("tflops", 1.0),
+    "mfu(%)": ("mfu_ratio", _PCT),
+    "grad_norm": ("grad_norm", 1.0),
+    "ntokens_seen": ("ntokens_seen", 1.0),
+    "loss_metrics/global_avg_loss": ("loss_metrics_global_avg_loss", 1.0),
+    "loss_metrics/global_max_loss": ("loss_metrics_global_max_loss", 1.0),
+    "time_metrics/data_loading(%)": ("time_metrics_data_loading_ratio", _PCT),
+    "memory/max_active(GiB)": ("memory_max_active_bytes", _GIB),
+    "memory/max_active(%)": ("memory_max_active_ratio", _PCT),
+    "memory/max_reserved(%)": ("memory_max_reserved_ratio", _PCT),
+    "memory/num_alloc_retries": ("memory_num_alloc_retries", 1.0),
+    "memory/num_ooms": ("memory_num_ooms", 1.0),
 }
 """Names under which a training loop may log a torchtitan metric; a recorded value has precedence.
-Maps the logged name to the exported name, its unit, and the factor that converts to that unit."""
+Maps the logged name to the exported name, and the factor that converts to its unit."""
 
 
 class FamilyType(StrEnum):
@@ -67,9 +68,13 @@ class Family:
     name: str
     help: str
     samples: tuple[Sample, ...]
-    unit: str = ""
-    """The unit of the values; the name ends in it."""
     type: FamilyType = FamilyType.GAUGE
+
+    @property
+    def unit(self) -> str:
+        """The unit of the values, in which the name ends; empty: none."""
+        end = self.name.rpartition("_")[2]
+        return end if end in _UNITS else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +208,6 @@ def _of_diagnosis(found: Diagnosis) -> Iterator[Family]:
             for state in found.states
             if state.idle_s is not None
         ),
-        unit="seconds",
     )
 
 
@@ -219,7 +223,6 @@ def _of_steps(run: MonitoredRun) -> Iterator[Family]:
                 Sample(_labels(run, rank, rank.step_method), getattr(numbers, key) / _NS_PER_S)
                 for rank, numbers in known
             ),
-            unit="seconds",
         )
 
     yield Family(
@@ -246,38 +249,19 @@ def _of_ranks(run: MonitoredRun) -> Iterator[Family]:
     """Metrics with one number for each rank, besides the times of its steps."""
     over = f"typical step of {run.over}"
     numbers = (
-        (
-            "time_metrics_data_loading_ratio",
-            f"Data loading / step, {over}.",
-            "data_ratio",
-            "ratio",
-            "step_method",
-        ),
-        (
-            "fsdp_peak_allocated_bytes",
-            "Highest bytes held by tensors.",
-            "allocated_bytes",
-            "bytes",
-            "memory_method",
-        ),
-        (
-            "memory_max_reserved_bytes",
-            "Highest bytes of the allocator.",
-            "reserved_bytes",
-            "bytes",
-            "memory_method",
-        ),
+        ("time_metrics_data_loading_ratio", f"Data loading / step, {over}.", "data_ratio"),
+        ("fsdp_peak_allocated_bytes", "Highest bytes held by tensors.", "allocated_bytes"),
+        ("memory_max_reserved_bytes", "Highest bytes of the allocator.", "reserved_bytes"),
         (
             "memory_max_reserved_ratio",
             "Highest bytes of the allocator / memory of the device.",
             "reserved_ratio",
-            "ratio",
-            "memory_method",
         ),
-        ("memory_num_alloc_retries", _SINCE, "num_alloc_retries", "", "memory_method"),
-        ("memory_num_ooms", _SINCE, "num_ooms", "", "memory_method"),
+        ("memory_num_alloc_retries", _SINCE, "num_alloc_retries"),
+        ("memory_num_ooms", _SINCE, "num_ooms"),
     )
-    for name, help_, key, unit, method in numbers:
+    for name, help_, key in numbers:
+        method = "step_method" if key == "data_ratio" else "memory_method"
         yield Family(
             name,
             help_,
@@ -286,7 +270,6 @@ def _of_ranks(run: MonitoredRun) -> Iterator[Family]:
                 for rank in run.ranks
                 if getattr(rank, key) is not None
             ),
-            unit=unit,
         )
 
 
@@ -308,7 +291,6 @@ def _of_units(run: MonitoredRun) -> Iterator[Family]:
                 if rank.numbers is not None
                 for unit in rank.numbers.units
             ),
-            unit="seconds",
         )
 
 
@@ -317,7 +299,7 @@ def _method(rank: MonitoredRank, key: str) -> str:
 
 
 def _logged(run: MonitoredRun) -> Iterator[Family]:
-    for logged, (name, unit, factor) in TORCHTITAN_LOGGED.items():
+    for logged, (name, factor) in TORCHTITAN_LOGGED.items():
         yield Family(
             name,
             f"As the training loop logged {logged}.",
@@ -326,7 +308,6 @@ def _logged(run: MonitoredRun) -> Iterator[Family]:
                 for rank in run.ranks
                 if logged in rank.scalars
             ),
-            unit=unit,
         )
     yield Family(
         "fsdp_logged",

@@ -216,51 +216,39 @@ def _notes(runs: Sequence[ListedRun]) -> Iterable[RenderableType]:
 _SHOWN_UNITS = 3
 
 
-def render_import(imported: ImportedTraces) -> RenderableType:
-    """Render the imported ranks, events and units, the notes, and the next command."""
+def render_import(imported: ImportedTraces | ImportedSnapshot | ImportedDumps) -> RenderableType:
+    """Render what was imported, the notes, and the next command."""
+    lines, command, section_name = _describe_import(imported)
+    lines[0] += f": {imported.path}"
+    return Group(
+        *map(Text, lines),
+        *(Text(f"note: {note}", style="yellow") for note in imported.notes),
+        Text(f"Next: fsdp-inspect {command} {shlex.quote(str(imported.path))}{section_name}"),
+    )
+
+
+def _describe_import(
+    imported: ImportedTraces | ImportedSnapshot | ImportedDumps,
+) -> tuple[list[str], str, str]:
+    """The lines, and the command and the section that show the run."""
+    if isinstance(imported, ImportedSnapshot):
+        number = plural(len(imported.files), "memory snapshot")
+        first = f"{number} imported, {imported.num_entries:,} trace entries"
+        return [first, _describe_units(imported.units)], "show", " memory"
+    collectives = plural(imported.num_collectives, "collective")
+    if isinstance(imported, ImportedDumps):
+        number = plural(len(imported.ranks), "flight recorder dump")
+        return [f"{number} of {imported.world_size} ranks imported, {collectives}"], "diagnose", ""
     backend = name_backend(imported.backend)
+    number, of_backend = plural(len(imported.ranks), "rank"), f" ({backend})" if backend else ""
+    steps = plural(imported.num_steps, "step")
     lines = [
-        Text(
-            f"{plural(len(imported.ranks), 'rank')} of {imported.world_size} imported"
-            f"{f' ({backend})' if backend else ''}, {plural(imported.num_steps, 'step')}: "
-            f"{imported.path}"
-        ),
-        Text(
-            f"{imported.num_trace_events:,} trace events read; "
-            f"{plural(imported.num_collectives, 'collective')} among {imported.num_events:,} rows"
-        ),
-        Text(_describe_units(imported.units)),
-        *(Text(f"note: {note}", style="yellow") for note in imported.notes),
-        Text(f"Next: fsdp-inspect show {shlex.quote(str(imported.path))}"),
+        f"{number} of {imported.world_size} imported{of_backend}, {steps}",
+        f"{imported.num_trace_events:,} trace events read; {collectives} among "
+        f"{imported.num_events:,} rows",
+        _describe_units(imported.units),
     ]
-    return Group(*lines)
-
-
-def render_snapshot(imported: ImportedSnapshot) -> RenderableType:
-    """Render the imported memory snapshots, the notes, and the next command."""
-    lines = [
-        Text(
-            f"{plural(len(imported.files), 'memory snapshot')} imported, "
-            f"{imported.num_entries:,} trace entries: {imported.path}"
-        ),
-        Text(_describe_units(imported.units)),
-        *(Text(f"note: {note}", style="yellow") for note in imported.notes),
-        Text(f"Next: fsdp-inspect show {shlex.quote(str(imported.path))} memory"),
-    ]
-    return Group(*lines)
-
-
-def render_dumps(imported: ImportedDumps) -> RenderableType:
-    """Render the imported flight recorder dumps, the notes, and the next command."""
-    lines = [
-        Text(
-            f"{plural(len(imported.ranks), 'flight recorder dump')} of {imported.world_size} ranks "
-            f"imported, {plural(imported.num_collectives, 'collective')}: {imported.path}"
-        ),
-        *(Text(f"note: {note}", style="yellow") for note in imported.notes),
-        Text(f"Next: fsdp-inspect diagnose {shlex.quote(str(imported.path))}"),
-    ]
-    return Group(*lines)
+    return lines, "show", ""
 
 
 def _describe_units(units: tuple[str, ...]) -> str:

@@ -19,6 +19,7 @@ from fsdp_inspect.analysis.kernels import KernelCost, Kernels
 from fsdp_inspect.analysis.lifetime import LifePhase, Lifetime, PhaseTime
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.peak import Memory
+from fsdp_inspect.analysis.nccl_times import NcclTimes
 from fsdp_inspect.analysis.numerics import DtypeUse, Numerics
 from fsdp_inspect.analysis.plan_check.check import PlanCheck
 from fsdp_inspect.analysis.rank_waits import RankWaits
@@ -644,6 +645,27 @@ def render_kernels(found: Kernels) -> RenderableType:
             render_table(spec.with_values(costs[:most]), costs[:most]),
         ]
     return Group(*map(Text, word_kernels(found)), *tables, "", dim(_kernels_footer(found)))
+
+
+_NCCL_COLUMNS = ("collective", "count", "bytes", "nccl_ns", "recorded_ns", "bus_bytes_per_s")
+
+
+def render_nccl(found: NcclTimes) -> RenderableType:
+    """Render NCCL's own times by unit and by communicator, and the reasons of unmatched ones."""
+    tables: list[RenderableType] = [Text(found.sentence)]
+    for spec, rows, *names in (
+        (NcclTimes.TABLE, found.units, "unit", *_NCCL_COLUMNS),
+        (NcclTimes.COMMUNICATORS, found.communicators, "communicator", *_NCCL_COLUMNS[:2],
+         "matched", "nccl_ns", "bus_bytes_per_s"),
+    ):  # fmt: skip
+        if rows:
+            tables += ["", Text(spec.title, style="bold"), render_table(spec, rows, *names)]
+    notes = [
+        f"{row.communicator}, {row.kind.replace('_', '-')}, not matched: {row.reason}."
+        for row in found.communicators
+        if row.reason
+    ]
+    return Group(*tables, "", *map(dim, [*notes, *found.notes]))
 
 
 def word_kernels(found: Kernels) -> list[str]:

@@ -5,11 +5,15 @@ aborted import leaves no folder that looks like a run.
 """
 
 import contextlib
+import hashlib
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.store.compacted import write_compacted
@@ -21,11 +25,10 @@ from fsdp_inspect.store.folder import (
     write_manifest_if_absent,
 )
 from fsdp_inspect.store.rank_tables import read_table
-from fsdp_inspect.store.records import decode_record, encode_record, replace_file
-from fsdp_inspect.store.schema import BLACK_BOX_FILE, EVENTS, KERNELS_FILE, RANK_FILE, STACKS_FILE
-from fsdp_inspect.trace.black_box import BlackBox, encode
+from fsdp_inspect.store.records import AnyRecord, decode_record, encode_record, replace_file
+from fsdp_inspect.store.schema import EVENTS, KERNELS_FILE, RANK_FILE, TableFile, TableT
 from fsdp_inspect.trace.kernels import KernelRecord
-from fsdp_inspect.trace.run import RankRecord, RunManifest
+from fsdp_inspect.trace.run import UNPLACED_CLOCK, ClockPair, RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.tables import EventTable
 
 _ATTEMPT = 0
@@ -60,8 +63,8 @@ class FinishedRun:
         encoded = (self.path / self._part(number) / KERNELS_FILE).read_bytes()
         return events, decode_record(encoded, KernelRecord, KERNELS_FILE)
 
-    def write_events(self, rank: int, events: EventTable) -> None:
-        """Write all events of a rank, compacted; the rank has a record.
+    def write_table(self, rank: int, file: TableFile[TableT], table: TableT) -> None:
+        """Write all rows of a table of a rank, compacted; the rank has a record.
 
         Raises:
             OSError: Writing failed.
@@ -69,20 +72,19 @@ class FinishedRun:
         folder = self._rank_folder(rank)
         record = read_rank_record(folder)
         origin = None if record is None else record.origin
-        target = folder / EVENTS.compacted_name
-        write_compacted(target, EVENTS, events, covered_rows=len(events), origin=origin)
+        target = folder / file.compacted_name
+        write_compacted(target, file, table, covered_rows=len(table), origin=origin)
 
-    def write_kernels(self, rank: int, kernels: KernelRecord) -> None:
-        """Write the kernels of a rank, which has a record.
+    def write_owned(self, rank: int, name: str, content: AnyRecord) -> None:
+        """Write a record that states its run, its rank and its attempt, which are set here.
 
         Raises:
             OSError: Writing failed.
         """
-        folder = self._rank_folder(rank)
-        record = read_rank_record(folder)
+        record = read_rank_record(self._rank_folder(rank))
         run_id = "" if record is None else record.run_id
-        owned = kernels.model_copy(update={"run_id": run_id, "rank": rank, "attempt": _ATTEMPT})
-        replace_file(folder / KERNELS_FILE, encode_record(owned))
+        owned = {"run_id": run_id, "rank": rank, "attempt": _ATTEMPT}
+        self.write_file(rank, name, encode_record(content.model_copy(update=owned)))
 
     def write_record(self, record: RankRecord) -> None:
         """Write the record of a rank.
@@ -94,21 +96,13 @@ class FinishedRun:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / RANK_FILE, encode_record(record))
 
-    def write_black_box(self, rank: int, box: BlackBox) -> None:
-        """Write the black box of a rank.
+    def write_file(self, rank: int, name: str, content: bytes) -> None:
+        """Write a file of a rank, which has a record.
 
         Raises:
             OSError: Writing failed.
         """
-        (self._rank_folder(rank) / BLACK_BOX_FILE).write_bytes(encode(box))
-
-    def write_stacks(self, rank: int, text: str) -> None:
-        """Write the Python stacks of a rank, as faulthandler writes them.
-
-        Raises:
-            OSError: Writing failed.
-        """
-        (self._rank_folder(rank) / STACKS_FILE).write_text(text, encoding="utf-8")
+        replace_file(self._rank_folder(rank) / name, content)
 
     def summarise(self, rank: int) -> None:
         """Write the summary of a rank.
@@ -135,6 +129,35 @@ class FinishedRun:
             left_over.unlink(missing_ok=True)
         write_manifest_if_absent(self.path, manifest)
         compact_run(self.path)
+
+
+def identify_import(out: Path, files: Sequence[Path], created_ns: int) -> dict[str, Any]:
+    """The fields of the manifest that follow from the imported files."""
+    names = [file.name for file in files]
+    digest = hashlib.sha256("\n".join([*names, str(created_ns)]).encode()).hexdigest()[:8]
+    return {
+        "run_id": f"{re.sub(r'[^A-Za-z0-9._-]+', '-', out.name) or 'import'}-{digest}",
+        "created": datetime.fromtimestamp(created_ns / 1e9, UTC).isoformat(timespec="seconds"),
+        "created_unix_ns": created_ns,
+        "source": "imported",
+        "recorder": {"imported_from": names},
+    }
+
+
+def unplaced_record(manifest: RunManifest, rank: int, **fields: Any) -> RankRecord:
+    """The record of a rank whose times are not comparable with those of other ranks."""
+    moment_ns = manifest.created_unix_ns
+    wall = ClockPair(monotonic_ns=moment_ns, unix_ns=moment_ns, uncertainty_ns=1_000_000)
+    record = RankRecord(
+        rank=rank,
+        world_size=manifest.world_size,
+        clock=UNPLACED_CLOCK,
+        clock_start=wall,
+        clock_end=wall,
+        status=RunStatus.IMPORTED,
+        **fields,
+    )
+    return record.of_run(manifest)
 
 
 @contextmanager

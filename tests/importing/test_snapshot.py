@@ -315,10 +315,10 @@ def test_a_folder_that_is_taken_is_left_alone(tmp_path):
 def test_a_run_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
     path = train(FakeAllocator()).dump(tmp_path / "snapshot.pickle")
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("fsdp_inspect.importing.snapshot.RankWriter", full)
+    monkeypatch.setattr("fsdp_inspect.store.finished.write_compacted", full)
     with pytest.raises(StoreError, match="No space left on device"):
         import_snapshot(path, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -46,20 +46,16 @@ FLOW_NAME = "issue to use"
 _CATEGORY = "fsdp"
 
 
+def _event(phase: str, name: str, pid: int, tid: int, time_ns: int, **fields: Any) -> JsonObject:
+    place = {"pid": pid, "tid": tid, "ts": time_ns / 1000}
+    return {"ph": phase, "name": name, "cat": _CATEGORY, **place, **fields}
+
+
 def complete(
     name: str, *, pid: int, tid: int, start_ns: int, end_ns: int, args: Mapping[str, Any]
 ) -> JsonObject:
     """A slice from start to end."""
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": _CATEGORY,
-        "pid": pid,
-        "tid": tid,
-        "ts": start_ns / 1000,
-        "dur": (end_ns - start_ns) / 1000,
-        "args": args,
-    }
+    return _event("X", name, pid, tid, start_ns, dur=(end_ns - start_ns) / 1000, args=args)
 
 
 def flow(phase: str, number: int, *, pid: int, tid: int, time_ns: int) -> JsonObject:
@@ -68,51 +64,20 @@ def flow(phase: str, number: int, *, pid: int, tid: int, time_ns: int) -> JsonOb
     Perfetto matches the ends by category, name and number. It binds `f` to the slice that begins
     next, unless `bp` selects the slice around it.
     """
-    event: JsonObject = {
-        "ph": phase,
-        "name": FLOW_NAME,
-        "cat": _CATEGORY,
-        "id": number,
-        "pid": pid,
-        "tid": tid,
-        "ts": time_ns / 1000,
-    }
-    if phase == "f":
-        event["bp"] = "e"
-    return event
+    event = _event(phase, FLOW_NAME, pid, tid, time_ns, id=number)
+    return event | {"bp": "e"} if phase == "f" else event
 
 
 def counter(name: str, *, pid: int, time_ns: int, values: Mapping[str, float]) -> JsonObject:
     """A counter event with the values of one moment; each key is a separate track."""
-    return {
-        "ph": "C",
-        "name": name,
-        "cat": _CATEGORY,
-        "pid": pid,
-        "tid": pid,
-        "ts": time_ns / 1000,
-        "args": values,
-    }
+    return _event("C", name, pid, pid, time_ns, args=values)
 
 
-def process_name(pid: int, name: str, *, sort_index: int) -> tuple[JsonObject, JsonObject]:
-    """The name and the position of a process."""
-    return (
-        _metadata("process_name", pid, pid, {"name": name}),
-        _metadata("process_sort_index", pid, pid, {"sort_index": sort_index}),
-    )
-
-
-def thread_name(pid: int, tid: int, name: str) -> tuple[JsonObject, JsonObject]:
-    """The name and the position of a thread; threads are sorted by their number."""
-    return (
-        _metadata("thread_name", pid, tid, {"name": name}),
-        _metadata("thread_sort_index", pid, tid, {"sort_index": tid}),
-    )
-
-
-def _metadata(kind: str, pid: int, tid: int, args: JsonObject) -> JsonObject:
-    return {"ph": "M", "name": kind, "cat": "__metadata", "pid": pid, "tid": tid, "args": args}
+def name_track(kind: str, pid: int, tid: int, name: str, position: int) -> Iterator[JsonObject]:
+    """The name and the position of a `process` or a `thread`."""
+    for field, args in (("name", {"name": name}), ("sort_index", {"sort_index": position})):
+        about = {"ph": "M", "name": f"{kind}_{field}", "cat": "__metadata", "pid": pid, "tid": tid}
+        yield about | {"args": args}
 
 
 class TraceWriter:
@@ -260,9 +225,8 @@ class _Drawing:
         pid = pid_of(record.rank)
         own_axis = "" if axis.refusal is None else " · own time axis, not aligned"
         host = f" · {record.host}" if record.host else ""
-        self._add(
-            *process_name(pid, f"rank {record.rank}{host}{own_axis}", sort_index=record.rank + 1)
-        )
+        name = f"rank {record.rank}{host}{own_axis}"
+        self._add(*name_track("process", pid, pid, name, record.rank + 1))
         lanes, namer, span = RankLanes(record.rank), None, None
         for block in event_blocks(self._run, self._selection, record.rank):
             for events in steps_in(block):
@@ -278,18 +242,10 @@ class _Drawing:
 
     def draw_about(self, about: Mapping[str, Any]) -> None:
         """Write one slice over the whole trace with the known facts about the run."""
-        self._add(*process_name(ABOUT_PID, "about this run", sort_index=0))
-        self._add(*thread_name(ABOUT_PID, ABOUT_PID + 1, "click for details"))
-        self._writer.add(
-            complete(
-                str(about["run_id"]),
-                pid=ABOUT_PID,
-                tid=ABOUT_PID + 1,
-                start_ns=0,
-                end_ns=self._end_ns,
-                args=about,
-            )
-        )
+        pid, tid, run = ABOUT_PID, ABOUT_PID + 1, str(about["run_id"])
+        self._add(*name_track("process", pid, pid, "about this run", 0))
+        self._add(*name_track("thread", pid, tid, "click for details", tid))
+        self._add(complete(run, pid=pid, tid=tid, start_ns=0, end_ns=self._end_ns, args=about))
 
     def _draw_step(self, drawing: StepDrawing, lanes: RankLanes, axis: Axis) -> None:
         spans = [(one.start_ns, one.end_ns) for one in drawing.slices]
@@ -303,7 +259,7 @@ class _Drawing:
                 continue
             tid, new_name = placed
             if new_name is not None:
-                self._add(*thread_name(lanes.pid, tid, new_name))
+                self._add(*name_track("thread", lanes.pid, tid, new_name, tid))
             places.append(_Place(lanes.pid, tid, start, end))
             self._add(
                 complete(
@@ -488,7 +444,7 @@ def read_counters(
     yield from _read_memory(memory, record.memory_from)
     devices = run.devices(record.rank)
     inside = (devices.time_ns >= span[0]) & (devices.time_ns <= span[1])
-    yield from _read_devices(devices.where(inside))
+    yield from _read_samples("device:", devices.where(inside), _DEVICE_NAMES)
     scalars = run.scalars(record.rank)
     for step, name, time_ns, value in zip(
         scalars.step.tolist(),
@@ -513,24 +469,16 @@ def _read_memory(table: MemoryTable, counted_by: str) -> Iterator[CounterSample]
         ("memory by category (bytes):", tuple(category.label for category in MemoryCategory)),
     ):
         words = [column.replace("_", " ") for column in columns]
-        lists = [getattr(table, column).tolist() for column in columns]
-        for time_ns, *values in zip(table.time_ns.tolist(), *lists, strict=True):
-            known = {
-                word: value
-                for word, value in zip(words, values, strict=True)
-                if value != MISSING_INT
-            }
-            if known:
-                yield CounterSample(name, time_ns, known)
+        yield from _read_samples(name, table, dict(zip(columns, words, strict=True)))
 
 
-def _read_devices(table: DeviceTable) -> Iterator[CounterSample]:
-    lists = [getattr(table, column).tolist() for column in _DEVICE_NAMES]
+def _read_samples(
+    name: str, table: MemoryTable | DeviceTable, words: Mapping[str, str]
+) -> Iterator[CounterSample]:
+    """The known values of some columns at each moment, by the words for the columns."""
+    lists = [getattr(table, column).tolist() for column in words]
     for time_ns, *values in zip(table.time_ns.tolist(), *lists, strict=True):
-        known = {
-            name: value
-            for name, value in zip(_DEVICE_NAMES.values(), values, strict=True)
-            if value != MISSING_INT
-        }
+        pairs = zip(words.values(), values, strict=True)
+        known = {word: value for word, value in pairs if value != MISSING_INT}
         if known:
-            yield CounterSample("device:", time_ns, known)
+            yield CounterSample(name, time_ns, known)
