@@ -179,8 +179,15 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
     cost = evidence.verdict.numbers.get(name) if name else None
     if cost is None:
         return Effect(sentence="None is predicted: the recorded data does not show the saving.")
+    balanced = evidence.verdict.numbers.get("balanced_ns")
+    sentence = f"Saves at most {format_ns(cost)} a step, the whole cost."
+    if limit is Limit.STRAGGLER and balanced is not None:
+        sentence = (
+            f"Equal batches save about {format_ns(balanced)} a step: all ranks then process the "
+            f"mean. The whole cost of the straggler is {format_ns(cost)}."
+        )
     return Effect(
-        sentence=f"Saves at most {format_ns(cost)} a step, the whole cost.",
+        sentence=sentence,
         saved_low_ns=0,
         saved_high_ns=round(cost),
         is_exposed=limit in _LATE,  # other communication is no gain of a plan

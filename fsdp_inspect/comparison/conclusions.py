@@ -325,8 +325,10 @@ def _phrase_counts(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
             continue
         before, after = metric.values[0], metric.values[other]
         form = format_bytes if metric.name == "communication_bytes" else str
-        label = find_metric(metric.name).label
-        listed.append(f"{label} {form(before)} -> {form(after)}")
+        texts = form(before), form(after)
+        if texts[0] == texts[1]:  # they differ by less than is shown
+            texts = f"{before:,}", f"{after:,}"
+        listed.append(f"{find_metric(metric.name).label} {texts[0]} -> {texts[1]}")
     if listed:
         yield f"Communication per step differs: {', '.join(listed)}."
 
@@ -430,8 +432,8 @@ def _phrase_settings(
     differing = [setting for setting in settings if setting.values[0] != setting.values[other]]
     names = list(dict.fromkeys(setting.name for setting in differing))
     if not names:
-        cause = "the cause" if is_certain else "the difference is noise, or its cause"
-        yield f"All recorded settings are the same: {cause} was not recorded."
+        noise = "" if is_certain else "the difference is noise, or "
+        yield f"All recorded settings are the same: {noise}no recorded setting explains it."
     elif len(names) == 1:
         reason = ""
         if is_certain:

@@ -146,8 +146,8 @@ def describe_rank(row: RankRow) -> str:
     if row.last_ratio is not None:
         arrives = (
             f" It arrives last at {format_metric('last_ratio', row.last_ratio)} of the "
-            f"collectives, {format_metric('lateness_ns', row.lateness_ns)} after the first rank "
-            "(median)."
+            "collectives. Over all of them, also those at which it is not last, its median delay "
+            f"after the first rank is {format_metric('lateness_ns', row.lateness_ns)}."
         )
     return (
         f"Rank {row.rank}{where}: {format_metric('step_time_ns', row.step_time_ns)} a step, of "

@@ -51,8 +51,8 @@ class SharderTraits:
 def _zero_of_stages_1_and_2(title: str) -> SharderTraits:
     return SharderTraits(
         title=title,
-        why_not_simulated=f"{title} has buckets, and no plan of FSDP: `fsdp-inspect simulate "
-        "--reduce-bucket-size` predicts other buckets.",
+        why_not_simulated=f"{title} has buckets, and no plan of FSDP: `fsdp-inspect simulate RUN "
+        "--reduce-bucket-size 200000000` predicts other buckets.",
         units_have_passes=False,
         hide_single_unit="Lower reduce_bucket_size and set overlap_comm, so that the first "
         "reduction begins earlier",
@@ -88,8 +88,8 @@ _TRAITS = {
     ),
     DDP: SharderTraits(
         title="DDP",
-        why_not_simulated="DDP has buckets, and no plan of FSDP: `fsdp-inspect simulate "
-        "--bucket-cap` predicts other buckets.",
+        why_not_simulated="DDP has buckets, and no plan of FSDP: `fsdp-inspect simulate RUN "
+        "--bucket-cap 50` predicts other buckets.",
         units_have_passes=False,
         hide_single_unit="Lower bucket_cap_mb, so that the first all-reduce begins earlier",
         keep_gathered=None,

@@ -538,8 +538,8 @@ def test_a_straggler_is_named_with_its_price_and_what_it_does_meanwhile():
     assert verdict.sentence == "Rank 4 is a straggler: it costs 10% of the step."
     assert verdict.why == (
         "Without its extra work the typical step of 100 ms is 10.0 ms shorter. It arrives last "
-        "at 86.1% of the collectives, by 2.00 ms, most of all in backward. On this rank data "
-        "takes 9.00 ms longer per step than on the other ranks."
+        "at 86.1% of the collectives, then by 2.00 ms (median), most of all in backward. On this "
+        "rank data takes 9.00 ms longer per step than on the other ranks."
     )
     assert "how rank 4 (host node-1) differs from the other ranks" in verdict.next_steps[0]
     assert verdict.numbers["straggler_cost_ns"] == 10 * MS
@@ -687,6 +687,7 @@ def test_a_straggler_with_more_tokens_is_explained():
     verdict = words_of(straggler=straggler(21 * MS), uneven=uneven())
     assert verdict.because == "Rank 4 processed 2.1 times the tokens in 34 of 40 steps."
     assert "Equal batches save about 16.0 ms" in verdict.next_steps[0]
+    assert verdict.numbers["balanced_ns"] == 16 * MS
 
 
 def test_a_straggler_with_more_tokens_in_few_steps_is_not_explained_by_them():

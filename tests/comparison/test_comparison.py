@@ -63,8 +63,8 @@ def test_runs_that_all_have_the_same_settings_are_compared_with_each_other():
     comparison = compare_runs(*repeats([100, 101, 102]))
     assert [side.label for side in comparison.sides] == ["A", "B", "C"]
     assert comparison.conclusions[0].reasons == (
-        "All recorded settings are the same: the difference is noise, or its cause was not "
-        "recorded.",
+        "All recorded settings are the same: the difference is noise, or no recorded setting "
+        "explains it.",
     )
 
 

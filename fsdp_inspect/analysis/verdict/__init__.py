@@ -220,5 +220,6 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "backward_order_ns": facts.backward_order_ns,
         "root_gather_ns": facts.root_gather_ns,
         "latency_ns": facts.latency_ns,
+        "balanced_ns": facts.balanced_ns,
         "growth_bytes_per_step": growth.growth_bytes_per_step if growth else None,
     }

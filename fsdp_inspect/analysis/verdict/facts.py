@@ -261,6 +261,15 @@ class StepFacts:
         return self.exposed_ns if self.is_unwrapped else self.exposed_ns - self.floor_ns
 
     @property
+    def balanced_ns(self) -> int | None:
+        """What batches of equal size save of the straggler's cost; None: batches are not why."""
+        uneven, straggler = self.uneven, self.straggler
+        if uneven is None or straggler is None or 2 * uneven.num_more <= uneven.out_of:
+            return None
+        share = (1 - uneven.balanced_ratio) * uneven.ratio / max(uneven.ratio - 1, 0.01)
+        return min(round(straggler.cost_ns * share), straggler.cost_ns)
+
+    @property
     def late_ranks_ns(self) -> int:
         """Exposed time of waits for ranks that arrive later."""
         return self.causes_ns.get(Cause.STRAGGLER.label, 0)

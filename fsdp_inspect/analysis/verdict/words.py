@@ -327,8 +327,8 @@ def _phrase_straggler(facts: StepFacts) -> Words:
     why = [
         f"Without its extra work the typical step of {format_ns(facts.step_time_ns)} is "
         f"{format_ns(straggler.cost_ns)} shorter.",
-        f"It arrives last at {format_ratio(straggler.last_ratio)} of the collectives, by "
-        f"{format_ns(straggler.late_ns)}{phase}.",
+        f"It arrives last at {format_ratio(straggler.last_ratio)} of the collectives, then by "
+        f"{format_ns(straggler.late_ns)} (median){phase}.",
     ]
     extra = describe_extra_work(straggler)
     if extra:
@@ -340,8 +340,8 @@ def _phrase_straggler(facts: StepFacts) -> Words:
     because = f"It arrives last at {format_ratio(straggler.last_ratio)} of the collectives."
     if extra:
         because = f"On rank {straggler.rank}{host} {extra} per step than on the other ranks."
-    uneven = facts.uneven
-    if uneven is not None and 2 * uneven.num_more > uneven.out_of:
+    uneven, balanced_ns = facts.uneven, facts.balanced_ns
+    if uneven is not None and balanced_ns is not None:
         because = (
             f"Rank {uneven.rank} processed {uneven.ratio:.1f} times the {uneven.word} in "
             f"{uneven.num_more} of {uneven.out_of} steps."
@@ -349,9 +349,6 @@ def _phrase_straggler(facts: StepFacts) -> Words:
         padding = uneven.padding_ratio
         if padding:
             why.append(f"Masks leave out {format_ratio(padding)} of its tokens (padding).")
-        share = 1 - uneven.balanced_ratio
-        balanced_ns = round(straggler.cost_ns * share * uneven.ratio / max(uneven.ratio - 1, 0.01))
-        balanced = format_ns(min(balanced_ns, straggler.cost_ns))
         return (
             f"Rank {straggler.rank} is a straggler: it costs "
             f"{_ratio(facts, straggler.cost_ns)} of the step.",
@@ -359,7 +356,8 @@ def _phrase_straggler(facts: StepFacts) -> Words:
             " ".join([because, *why]),
             (
                 f"Give each rank equally many {uneven.word}: pack or group sequences by length. "
-                f"Equal batches save about {balanced} of the step.",
+                f"Equal batches save about {format_ns(balanced_ns)} of the step: then all ranks "
+                "process the mean.",
                 "Leave communication as it is until then: these waits are not transfers.",
             ),
         )

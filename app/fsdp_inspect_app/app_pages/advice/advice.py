@@ -107,7 +107,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
             for place, finding in enumerate(others):
                 _show_finding(finding, run.manifest, key=f"finding-{place}")
     if advice.plan is None:
-        _show_refusal(advice)
+        _show_refusal(advice, run.manifest)
     else:
         _show_plan(entry, run, advice, advice.plan, question)
     _show_outcomes(entry)
@@ -199,10 +199,10 @@ def _ask_dtypes() -> bool:
     return allow_dtypes
 
 
-def _show_refusal(advice: Advice) -> None:
+def _show_refusal(advice: Advice, manifest: RunManifest) -> None:
     with show_card("This run cannot be simulated", key="refusal"):
         show_text(plain(advice.refusal or ""))
-        show_why_not_simulated()
+        show_why_not_simulated(manifest)
 
 
 # --- findings

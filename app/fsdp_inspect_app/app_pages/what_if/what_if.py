@@ -81,16 +81,16 @@ def show_page(entry: RunEntry, run: Run) -> None:
     try:
         prepared = loading.result_of(entry, prepare)
     except (MissingDataError, PlanError) as error:
-        _show_refusal(str(error))
+        _show_refusal(str(error), run.manifest)
     else:
         _show_prepared(entry, run, prepared)
     show_capacity_search(str(run.manifest.config.get("preset")))
 
 
-def _show_refusal(reason: str) -> None:
+def _show_refusal(reason: str, manifest: RunManifest) -> None:
     show_headline("This run cannot be simulated\\.")
     st.info(plain(reason), icon=":material/info:")
-    show_why_not_simulated()
+    show_why_not_simulated(manifest)
 
 
 @st.fragment
