@@ -32,7 +32,7 @@ def test_the_plan_that_is_saved_is_the_advised_one(server, tab, entry, advice):
     assert download.value.suggested_filename == "plan.toml"
     assert Plan.load(download.value.path()) == advice.plan.fastest.plan
     with dashboard.page.expect_download() as download:
-        dashboard.page.locator(".st-key-prediction button").first.click()
+        dashboard.page.locator(".st-key-prediction-file button").first.click()
     assert advice.run_id in download.value.path().read_text()
 
 
