@@ -25,7 +25,7 @@ def comparison(entries):
     """The comparison, whose sides have the names of the runs."""
     runs = [open_run(entry.path) for entry in entries]
     names = dict(
-        zip([run.manifest.run_id for run in runs], name_runs(entries).values(), strict=True)
+        zip([run.manifest.origin() for run in runs], name_runs(entries).values(), strict=True)
     )
     return compare_sides(form_sides(runs, names=names))
 
