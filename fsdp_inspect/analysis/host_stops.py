@@ -9,11 +9,13 @@ the host waits for, so it is no cost: the device's idle time is (`StepFacts.devi
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fsdp_inspect.analysis.step_selection import steps_by_rank, timed_summary
+import numpy as np
+
+from fsdp_inspect.analysis.step_selection import select_steps, split_by_rank
 from fsdp_inspect.columns import TableSpec, number_column, text_column, unit_column, value_column
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import MetricUnit
@@ -137,16 +139,12 @@ def measure_host_stops(run: RunSource) -> HostStops | None:
             where = ("", 0, -1) if stop.what == COLLECTION else (stop.place, stop.phase, stop.unit)
             key = (stop.what, *where)
             found[key].setdefault(rank, _Sum()).add(stop)
-    means = {
-        member.rank: round(float(member.step_time_ns.mean()))
-        for member in steps_by_rank(timed_summary(run, kinds=[EventKind.STEP]))
-        if len(member.steps)
-    }
-    costs = (
+    stops = [
         _cost(key, sums, works, units.get(key[3]), on_device=on_device)
         for key, sums in found.items()
-    )
-    stops = [replace(cost, mean_step_ns=means.get(cost.rank, 0)) for cost in costs]
+    ]
+    means = _mean_steps(run, {stop.rank for stop in stops})
+    stops = [replace(stop, mean_step_ns=means.get(stop.rank, 0)) for stop in stops]
     return HostStops(
         stops=tuple(sorted(stops, key=lambda stop: -stop.duration_ns)),
         num_steps=max(work.num_steps for work in works.values()),
@@ -159,6 +157,15 @@ def measure_host_stops(run: RunSource) -> HostStops | None:
             }.values()
         ),
     )
+
+
+def _mean_steps(run: RunSource, ranks: Collection[int]) -> dict[int, int]:
+    """The mean of the timed steps of some ranks."""
+    rows = run.summary(ranks=ranks, kinds=[EventKind.STEP])
+    timed = rows.where(np.isin(rows.step, select_steps(run).timed))
+    return {
+        rank: round(float(own.duration_ns.mean())) for rank, own in split_by_rank(timed).items()
+    }
 
 
 @dataclass

@@ -6,12 +6,8 @@ from functools import partial
 from itertools import islice
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.step_selection import (
-    RankSteps,
     TypicalSteps,
     select_steps,
     steps_by_rank,
@@ -26,15 +22,14 @@ from fsdp_inspect.trace.host_work import COLLECTION, COMPILATION
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, rows_of
 
-_RARE_KINDS = {
-    EventKind.GARBAGE_COLLECTION: COLLECTION,
-    EventKind.COMPILATION: COMPILATION,
+_RARE_PARTS = {
+    StepFlag.COLLECTION: COLLECTION,
+    StepFlag.COMPILATION: COMPILATION,
+    StepFlag.HAS_BETWEEN: "evaluation or checkpoint",
 }
-RARE_PARTS = (*_RARE_KINDS.values(), "evaluation or checkpoint")
+RARE_PARTS = tuple(_RARE_PARTS.values())
 """What a chart over steps marks and can hide. Evaluations and checkpoints before a step do not
 count as its time, but the step after them may be slower."""
-_LEAST_RATIO = 0.01
-"""Collections and compilations that take a smaller part of a step are no reason to hide it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +154,7 @@ def _over_steps(
     run: RunSource, selection: StepSelection, rank: int | None
 ) -> tuple[StepPoint, ...]:
     """Return the steps of a rank. Without a rank, return those of the first rank that has any."""
-    kinds = (EventKind.STEP, StepPart.COMMUNICATION, *_RARE_KINDS)
+    kinds = (EventKind.STEP, StepPart.COMMUNICATION)
     rows = run.summary(ranks=None if rank is None else [rank], kinds=kinds)
     chosen, plain = islice(steps_by_rank(rows), 1), {*selection.plain}
     return tuple(
@@ -169,21 +164,13 @@ def _over_steps(
             communication_ns=None if step in plain else int(member.communication_ns[position]),
             exposed_ns=None if step in plain else int(member.exposed_ns[position]),
             is_timed=int(step) in selection.timed,
-            contains=tuple(part for part, steps in rare.items() if steps[position]),
+            contains=tuple(part for flag, part in _RARE_PARTS.items() if flags & flag),
         )
         for member in chosen
-        for rare in (_find_rare(member),)
-        for position, step in enumerate(member.steps)
+        for position, (step, flags) in enumerate(
+            zip(member.steps, rows_of(member.rows, kinds=[EventKind.STEP]).flags, strict=True)
+        )
     )
-
-
-def _find_rare(member: RankSteps) -> dict[str, NDArray[np.bool_]]:
-    """Whether each step of a rank contains each of `RARE_PARTS`."""
-    steps = rows_of(member.rows, kinds=[EventKind.STEP])
-    between = steps.step[(steps.flags & StepFlag.HAS_BETWEEN) != 0]
-    least_ns = _LEAST_RATIO * member.step_time_ns
-    large = (member.per_step(kind) > least_ns for kind in _RARE_KINDS)
-    return dict(zip(RARE_PARTS, (*large, np.isin(member.steps, between)), strict=True))
 
 
 # --- Measure how much communication hides behind compute, on each rank.

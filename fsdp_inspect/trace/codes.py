@@ -332,6 +332,10 @@ class StepFlag(NamedCode):
     MEMORY_STEP = 1
     HAS_BETWEEN = 2
     PLAIN = 4
+    COLLECTION = 8
+    """Garbage collections take at least 1% of the step."""
+    COMPILATION = 16
+    """Compilations take at least 1% of the step."""
 
 
 class Statistic(NamedCode):

@@ -350,6 +350,13 @@ def _rows_of_groups(
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
+_FLAGS_OF_KINDS = {
+    EventKind.GARBAGE_COLLECTION: StepFlag.COLLECTION,
+    EventKind.COMPILATION: StepFlag.COMPILATION,
+}
+_LEAST_FLAGGED_RATIO = 0.01
+
+
 def _rows_of_steps(
     axis: SideBySide, in_step: Intervals, parts: Mapping[StepPart, Intervals]
 ) -> _Columns:
@@ -363,10 +370,16 @@ def _rows_of_steps(
     collective = is_any_of(events.kind, COLLECTIVES) & (events.phase != Phase.EVALUATION)
     message = np.where(collective, np.maximum(events.bytes, 0), 0)
     duration = axis.duration_ns(in_step)
-    return _blank_rows(axis, EventKind.STEP) | {
-        "flags": StepFlag.HAS_BETWEEN * has_between
+    flags = (
+        StepFlag.HAS_BETWEEN * has_between
         | StepFlag.MEMORY_STEP * is_memory_step
-        | StepFlag.PLAIN * is_plain,
+        | StepFlag.PLAIN * is_plain
+    )
+    for kind, flag in _FLAGS_OF_KINDS.items():
+        inside = axis.duration_ns(_spans(events, events.kind == kind).intersect(in_step))
+        flags |= flag * ((inside > 0) & (inside >= _LEAST_FLAGGED_RATIO * duration))
+    return _blank_rows(axis, EventKind.STEP) | {
+        "flags": flags,
         "count": np.bincount(axis.place[collective], minlength=num_steps),
         "bytes": np.add.reduceat(message, axis.firsts),
         "duration_ns": duration,
