@@ -12,6 +12,7 @@ from fsdp_inspect.analysis.breakdown import (
     measure_step_breakdown,
 )
 from fsdp_inspect.analysis.exposed import measure_causes
+from fsdp_inspect.analysis.host_stops import measure_host_stops
 from fsdp_inspect.analysis.last_arrivals import ArrivalsKnown, find_last_arrivals
 from fsdp_inspect.analysis.step_selection import select_steps, timed_rank
 from fsdp_inspect.columns import TableSpec, metric_column, text_column
@@ -43,6 +44,9 @@ class BreakdownCauses(TableResult):
     """Exposed time / time of the shown step."""
     causes_ns: dict[str, int]
     """The exposed parts by cause, largest first; they add up to `shown.exposed_ns`."""
+    stop_ratios: dict[str, float]
+    """The parts of the mean step in which garbage collections, compilations, ... stop the host of a
+    rank, largest first. They overlap `rows`; empty: unknown, or one step is selected."""
     arrivals: ArrivalsKnown | None
     """The ranks whose arrivals are known, for the cause `straggler`."""
     left_out: str
@@ -96,7 +100,7 @@ def measure_breakdown_causes(
         of_rank = typical.rank if typical else rank or 0
         shown = measure_step_breakdown(run, rank=of_rank, step=step)
     causes: dict[str, int] = {}
-    arrivals = None
+    arrivals, stops = None, measure_host_stops(run)
     if shown is not None:
         causes, arrivals = split_exposed_by_cause(run, shown)
     return BreakdownCauses(
@@ -107,6 +111,7 @@ def measure_breakdown_causes(
         largest=max(shown.parts, key=lambda part: part.duration_ns) if shown else None,
         exposed_ratio=shown.exposed_ns / max(shown.step_time_ns, 1) if shown else None,
         causes_ns=causes,
+        stop_ratios=stops.ratios if stops is not None and step is None else {},
         arrivals=arrivals,
         left_out=select_steps(run).sentence,
         ranks=ranks,

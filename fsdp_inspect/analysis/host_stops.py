@@ -1,4 +1,4 @@
-"""Measure what stops the hosts of the ranks, by line: reads of values, collections, compilations.
+"""Measure what stops the hosts of the ranks, by line: reads of values, collections, ...
 
 Costs are means over all timed and detailed steps of a rank, because a collection or a compilation
 happens in few steps. The other ranks wait for a rank that stops, so the cost of a line is that of
@@ -9,7 +9,7 @@ the host waits for, so it is no cost: the device's idle time is (`StepFacts.devi
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -22,11 +22,22 @@ from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EventKind, Phase
-from fsdp_inspect.trace.host_work import COLLECTION, COMPILATION, GraphBreak, HostActivity, HostStop
+from fsdp_inspect.trace.host_work import (
+    COLLECTION,
+    DEVICE_ALLOCATION,
+    GRAPH_CAPTURE,
+    KERNEL_LOADING,
+    STOP_NAMES,
+    GraphBreak,
+    HostActivity,
+    HostStop,
+)
 from fsdp_inspect.trace.run import RunSource
 
-_OF_PYTHON = (COLLECTION, COMPILATION)
-"""What stops the host itself, whatever the device does."""
+_STOPS = frozenset(STOP_NAMES.values())
+"""What is no read of a value."""
+_OF_DRIVER = frozenset({GRAPH_CAPTURE, DEVICE_ALLOCATION, KERNEL_LOADING})
+"""Work of the driver, which the device may cover; the others stop the host itself."""
 ALONE_RATIO = 0.5
 """A line stops one rank alone if the other ranks spend less than this fraction of its time there.
 """
@@ -56,7 +67,8 @@ class HostStopCost:
     is_alone: bool
     """Whether the other ranks spend much less time there."""
     is_cost: bool
-    """Whether the time is lost: on a device, reads of values are not."""
+    """Whether the time is lost: on a device, that of reads and of the driver is not, but the idle
+    time after it."""
     reason: str
     """Of a compilation: the guard that failed."""
     mean_step_ns: int = 0
@@ -71,7 +83,7 @@ class HostStops(TableResult):
     TABLE: ClassVar[TableSpec] = TableSpec(
         "What stops the host, by line",
         (
-            text_column("what", "call that reads a value, garbage collection or compilation"),
+            text_column("what", "call that reads a value, garbage collection, compilation, ..."),
             text_column("place", "line of the training script", label="line"),
             text_column("phase", "phase of the step"),
             unit_column(
@@ -117,8 +129,31 @@ class HostStops(TableResult):
     @property
     def reads(self) -> tuple[HostStopCost, ...]:
         """The reads of values, the longest first."""
-        reads = (stop for stop in self.stops if stop.what not in _OF_PYTHON)
-        return tuple(sorted(reads, key=lambda stop: -(stop.idle_ns or 0)))
+        return self._by_idle(stop for stop in self.stops if stop.what not in _STOPS)
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """The parts of the mean step in which each kind of `STOP_NAMES` stops a host, 0 to 1.
+
+        They are those of the rank with most of the kind, and overlap the parts of the step.
+        """
+        spent: defaultdict[tuple[str, int], float] = defaultdict(float)
+        for stop in self.stops:
+            if stop.what in _STOPS and stop.mean_step_ns:
+                spent[stop.what, stop.rank] += stop.duration_ns / stop.mean_step_ns
+        ratios: dict[str, float] = {}
+        for (what, _), ratio in sorted(spent.items(), key=lambda item: -item[1]):
+            ratios.setdefault(what, ratio)
+        return ratios
+
+    @property
+    def driver_calls(self) -> tuple[HostStopCost, ...]:
+        """Graph captures, allocations and kernels that the driver loads, the longest first."""
+        return self._by_idle(stop for stop in self.stops if stop.what in _OF_DRIVER)
+
+    @staticmethod
+    def _by_idle(stops: Iterable[HostStopCost]) -> tuple[HostStopCost, ...]:
+        return tuple(sorted(stops, key=lambda stop: -(stop.idle_ns or 0)))
 
 
 def measure_host_stops(run: RunSource) -> HostStops | None:
@@ -199,7 +234,7 @@ def _cost(
 ) -> HostStopCost:
     what, _, phase, _ = key
     steps = {
-        rank: max(work.num_steps if what in _OF_PYTHON else work.num_read_steps, 1)
+        rank: max(work.num_steps if what in _STOPS else work.num_read_steps, 1)
         for rank, work in works.items()
     }
     per_step = {
@@ -221,6 +256,6 @@ def _cost(
         out_of=out_of,
         idle_ns=None if own.idle_ns is None else own.idle_ns // out_of,
         is_alone=bool(others) and (median(others) or 0) < ALONE_RATIO * per_step[rank],
-        is_cost=what in _OF_PYTHON or not on_device,
+        is_cost=what in _STOPS - _OF_DRIVER or not on_device,
         reason=own.reason,
     )

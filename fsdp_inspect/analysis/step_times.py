@@ -17,14 +17,13 @@ from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_c
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import Distribution
 from fsdp_inspect.store.reduction.timed_steps import StepSelection
-from fsdp_inspect.trace.codes import EventKind, Statistic, StepFlag, StepPart
-from fsdp_inspect.trace.host_work import COLLECTION, COMPILATION
+from fsdp_inspect.trace.codes import HOST_STOPS, EventKind, Statistic, StepFlag, StepPart
+from fsdp_inspect.trace.host_work import STOP_NAMES
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, rows_of
 
 _RARE_PARTS = {
-    StepFlag.COLLECTION: COLLECTION,
-    StepFlag.COMPILATION: COMPILATION,
+    **{flag: STOP_NAMES[kind] for kind, flag in HOST_STOPS.items()},
     StepFlag.HAS_BETWEEN: "evaluation or checkpoint",
 }
 RARE_PARTS = tuple(_RARE_PARTS.values())
@@ -87,8 +86,9 @@ class StepTimes(TableResult):
             ),
             text_column(
                 "contains",
-                "garbage collection or compilation of at least 1% of the step, evaluation or "
-                "checkpoint before it",
+                "what stops the host for at least 1% of the step (garbage collection, compilation, "
+                "graph capture, device allocation, kernel loading), evaluation or checkpoint "
+                "before it",
                 lambda point: ", ".join(point.contains),
                 label="with",
             ),

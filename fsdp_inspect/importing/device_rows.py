@@ -23,6 +23,7 @@ from fsdp_inspect.importing.communications import (
     find_issues,
     with_peer_copies,
 )
+from fsdp_inspect.importing.host_calls import HostCalls
 from fsdp_inspect.importing.host_ranges import NOWHERE, HostRanges
 from fsdp_inspect.importing.host_rows import data_rows, operators_named, place_in_steps
 from fsdp_inspect.importing.kernel_rows import (
@@ -38,7 +39,6 @@ from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.unit_ranges import RangeKind, UnitRanges, UnitSpans
 from fsdp_inspect.importing.windows import PhaseRanges, StepMarks, StepWindows
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Method, Phase, Stream
-from fsdp_inspect.trace.host_work import HostActivity
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable
@@ -89,8 +89,7 @@ class DeviceRows:
     phases: PhaseRanges
     marks: StepMarks
     names: RunNames
-    syncs: HostActivity | None = None
-    """The calls in which the host waits for the device; None: the trace has no launches."""
+    calls: HostCalls
 
     @property
     def comms(self) -> Communications:
@@ -122,6 +121,7 @@ class DeviceRows:
             self._unit_rows(EventKind.BACKWARD, Phase.BACKWARD, self.ranges.backwards()),
             self._optimizer_rows(),
             data_rows(self.phases, self.marks),
+            self._in_steps(self.calls.driver, self.calls.driver.start_ns),
             self._steps(windows),
         ]
         return EventTable.concat(parts)

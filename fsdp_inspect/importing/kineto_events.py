@@ -59,6 +59,8 @@ class Category(IntEnum):
     ANNOTATION = 4
     PYTHON = 5
     """Functions of the user's code, in traces with stacks; those of libraries are left out."""
+    OVERHEAD = 6
+    """Work of the driver or of the profiler itself, such as the loading of a kernel."""
 
 
 _COMPLETE = "X"
@@ -94,6 +96,7 @@ _CATEGORIES = {
     "Operator": Category.OPERATOR,
     "user_annotation": Category.ANNOTATION,
     "python_function": Category.PYTHON,
+    "overhead": Category.OVERHEAD,
     **{
         f"{device}_{ending}": category
         for device in _DEVICES
@@ -103,7 +106,7 @@ _CATEGORIES = {
 """Names of libkineto, of its versions for other devices, and of old versions (`Kernel`)."""
 _NOT_WORK = frozenset(
     {
-        *("ac2g", "fwdbwd", "Trace", "overhead", "cpu_instant_event"),
+        *("ac2g", "fwdbwd", "Trace", "cpu_instant_event"),
         *("cuda_event", "itt_annotation", "", "async_gpu", "user_annotation_async"),
         *("external_correlation", "gpu_pm_counter", "mtia_counters", "xpu_scope_profiler"),
         *(f"{device}_user_annotation" for device in _DEVICES),

@@ -14,8 +14,8 @@ from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.collective_rows import Owners, find_implied_owners, find_owners
 from fsdp_inspect.importing.communications import Communications, find_gloo
 from fsdp_inspect.importing.device_rows import DeviceRows, DeviceWork
+from fsdp_inspect.importing.host_calls import HostCalls, find_host_calls
 from fsdp_inspect.importing.host_rows import HostRows
-from fsdp_inspect.importing.host_syncs import find_host_syncs
 from fsdp_inspect.importing.implied_units import imply_by_order, imply_by_size
 from fsdp_inspect.importing.kineto_events import Category, KinetoTrace, read_trace
 from fsdp_inspect.importing.messages import NOTHING, GroupNames, read_whole
@@ -220,7 +220,7 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> R
         versions=_versions(trace.other_values, distributed),
         events=_shifted(events, origin_ns),
         kernels=kernels,
-        host_work=_numbered(maker.syncs, names, ranges) if isinstance(maker, DeviceRows) else None,
+        host_work=_numbered(maker.calls, names, ranges) if isinstance(maker, DeviceRows) else None,
         num_steps=len(marks.number),
         wall_start_ns=_wall_ns(trace.other_values, origin_ns),
         unit_origin=_origin(ranges),
@@ -250,19 +250,15 @@ def _find_rows(
         np.concatenate([part.start_ns for part in parts]),
         np.concatenate([part.end_ns for part in parts]),
     )
-    syncs = find_host_syncs(trace, ranges, phases, marks, busy)
+    calls = find_host_calls(trace, ranges, phases, marks, busy)
     trace = trace.without(Category.KERNEL, Category.LAUNCH)  # `work` contains them
-    return DeviceRows(trace, work, ranges, phases, marks, names, syncs)
+    return DeviceRows(trace, work, ranges, phases, marks, names, calls)
 
 
-def _numbered(
-    found: HostActivity | None, names: RunNames, ranges: UnitRanges
-) -> HostActivity | None:
-    """The same calls with the numbers of the units in `names`."""
-    if found is None:
-        return None
+def _numbered(calls: HostCalls, names: RunNames, ranges: UnitRanges) -> HostActivity | None:
+    """The activity with the numbers of the units in `names`."""
     units = [names.unit_index(unit) for unit in ranges.units]
-    return found.with_units(units)
+    return calls.activity and calls.activity.with_units(units)
 
 
 def read_kernels(trace: KinetoTrace, units: Sequence[str]) -> KernelRecord:

@@ -29,7 +29,6 @@ from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase, Stream
 from fsdp_inspect.trace.host_work import (
     BOOLEAN_MASK,
-    COLLECTION,
     COMPILATION,
     MOST_BATCHES,
     MOST_BREAKS,
@@ -206,10 +205,10 @@ class StopCounter:
         usual_ns = duration_ns if weight == 1 else min(duration_ns, _MOST_USUAL * counts[2])
         counts[1] += weight * usual_ns
 
-    def note_collection(self, duration_ns: int, frame: FrameType | None) -> None:
-        """Count a garbage collection that has ended, on any thread: it stops all of them."""
+    def note_stop(self, what: str, duration_ns: int, frame: FrameType | None) -> None:
+        """Count a garbage collection or a graph capture that has ended, on any thread."""
         if os.getpid() == self._pid and self._session.active:
-            self._add(COLLECTION, duration_ns, frame)
+            self._add(what, duration_ns, frame)
 
     def note_inputs(self, args: Any, kwargs: Any, unit: int = NO_UNIT) -> None:
         """Add the inputs of a forward to the batch of the step, if the model begins with it.

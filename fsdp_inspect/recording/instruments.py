@@ -29,6 +29,7 @@ from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.torch_api.autograd import uses_compile
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase, Source, Stream
+from fsdp_inspect.trace.host_work import COLLECTION, GRAPH_CAPTURE
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
@@ -280,7 +281,7 @@ class GarbageCollections:
             flags = int(EventFlag.FULL_COLLECTION) if is_full else 0
             self._found.append((start, end, session.step, int(session.phase), flags))
             if session.stops is not None:
-                session.stops.note_collection(end - start, frame)
+                session.stops.note_stop(COLLECTION, end - start, frame)
 
     def end_step(self) -> None:
         """Write the collections that have ended."""
@@ -314,7 +315,10 @@ def pause_during_capture(session: Session, patches: Patches) -> None:
     graph: Any = torch.cuda.CUDAGraph
     begin, end = graph.capture_begin, graph.capture_end
 
+    started: dict[int, int] = {}
+
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        started[id(self)] = session.clock.host_now()
         session.pause(
             f"A CUDA graph was captured in step {session.step}. The recorder sees nothing inside a "
             "graph: steps that replay it show only their duration."
@@ -322,6 +326,7 @@ def pause_during_capture(session: Session, patches: Patches) -> None:
         try:
             return begin(self, *args, **kwargs)
         except BaseException:
+            started.pop(id(self), None)
             session.resume()
             raise
 
@@ -330,6 +335,11 @@ def pause_during_capture(session: Session, patches: Patches) -> None:
             return end(self, *args, **kwargs)
         finally:
             session.resume()
+            start_ns, end_ns = started.pop(id(self), 0), session.clock.host_now()
+            if start_ns and session.active:
+                session.add(EventKind.GRAPH_CAPTURE, start_ns, end_ns, stream=Stream.HOST)
+                if session.stops is not None:
+                    session.stops.note_stop(GRAPH_CAPTURE, end_ns - start_ns, sys._getframe(1))
 
     patches.set_attribute(graph, "capture_begin", capture_begin)
     patches.set_attribute(graph, "capture_end", capture_end)

@@ -20,7 +20,15 @@ from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.tensors import describe_tensors
 from fsdp_inspect.recording.torch_api.dispatch import tree_leaves
 from fsdp_inspect.recording.torch_api.overrides import unseen
-from fsdp_inspect.trace.codes import NO_UNIT, MemoryCategory, MemoryPoint, Method
+from fsdp_inspect.trace.codes import (
+    NO_UNIT,
+    EventFlag,
+    EventKind,
+    MemoryCategory,
+    MemoryPoint,
+    Method,
+    Stream,
+)
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 if TYPE_CHECKING:
@@ -45,10 +53,11 @@ _FIRST_DETAILED_STEPS = 4
 _DETAILED_EVERY = 10
 """After the first steps, one step of this many is sampled."""
 
-AllocatorReading = tuple[int, int, int, int, int, int, int, int]
+AllocatorReading = tuple[int, int, int, int, int, int, int, int, int]
 """Values in the column order of `MemoryTable`, in bytes: allocated, reserved, active, peak
-allocated, peak reserved, inactive split; then two counts: allocation retries, failed requests."""
-_PEAK_ALLOCATED = 3
+allocated, peak reserved, inactive split; then counts: allocation retries, failed requests. The last
+value has no column: the allocations by the driver."""
+_PEAK_ALLOCATED, _DEVICE_ALLOCATIONS = 3, 8
 
 
 class AllocatorCounters(Protocol):
@@ -78,6 +87,7 @@ class CudaAllocator:
             stats["inactive_split_bytes"]["all"]["current"],
             stats["num_alloc_retries"],
             stats["num_ooms"],
+            stats.get("num_device_alloc", 0),  # since torch 2.3
         )
 
 
@@ -100,6 +110,8 @@ class MemoryProbe:
         session.watch_memory()
         self._inputs_step = -1
         self._highest_bytes = 0
+        self._last_read = (-2, 0)
+        """The step of the last reading, and the allocations by the driver until then."""
         self._peak_rose = False
         """Whether the current step has raised the highest peak so far."""
 
@@ -131,7 +143,7 @@ class MemoryProbe:
                     MISSING_INT,  # parameter
                     Method.MEASURED,
                     session.clock.host_now(),
-                    *reading,
+                    *reading[:_DEVICE_ALLOCATIONS],
                     MISSING_INT,  # peak_compute
                     *_NO_CATEGORIES,
                 )
@@ -157,7 +169,16 @@ class MemoryProbe:
         peak = reading[_PEAK_ALLOCATED]
         if peak > self._highest_bytes:
             self._highest_bytes, self._peak_rose = peak, True
+        self._note_allocations(reading[_DEVICE_ALLOCATIONS])
         return reading
+
+    def _note_allocations(self, count: int) -> None:
+        """Mark this moment if the driver has allocated since a reading in this step or the last."""
+        session, (step, before) = self._session, self._last_read
+        self._last_read = session.step, count
+        if count > before and session.step - step <= 1:
+            now, flags = session.clock.host_now(), int(EventFlag.LATEST_END)
+            session.add(EventKind.DEVICE_ALLOCATION, now, now, stream=Stream.HOST, flags=flags)
 
     # --- categories for the storages of a memory step
 

@@ -16,6 +16,7 @@ serves both. `ink` is the colour of text on the fill, with a contrast of at leas
 from dataclasses import dataclass
 
 from fsdp_inspect.trace.codes import StepPart
+from fsdp_inspect.trace.host_work import STOP_NAMES
 
 _BLACK, _WHITE = "#111418", "#FFFFFF"
 
@@ -52,8 +53,8 @@ EXPOSED_OTHER = Look(
     "exposed other collective", OTHER_COLLECTIVE.colour, OTHER_COLLECTIVE.ink, hatched=True
 )
 HOST_BOUND = Look("host-bound", "#6E747B", _WHITE, hatched=True)
-HOST_STOP = Look("collection or compilation", "#6E747B", _WHITE)
-"""Python collects garbage or compiles, and overlaps the other kinds."""
+HOST_STOP_LOOKS = {kind: Look(name, "#6E747B", _WHITE) for kind, name in STOP_NAMES.items()}
+"""The looks of garbage collections, compilations, ..., which overlap the other kinds."""
 EXPOSED = Look("exposed", "#76889A", _BLACK, hatched=True)
 """Waits for collectives of several kinds together."""
 PHASE_LOOKS = {look.label: look for look in (FORWARD, BACKWARD, OPTIMIZER, DATA)}

@@ -3,7 +3,7 @@
 Names from the run (units, hosts, commands) are plain text, never rich markup.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rich.console import Group, RenderableType
@@ -48,6 +48,7 @@ from fsdp_inspect.report.diagnosis_pictures import render_drift
 from fsdp_inspect.report.layout import bar, dim, indented, new_table, render_table, section
 from fsdp_inspect.report.wording import (
     causes_table,
+    describe_stops,
     describe_typical,
     format_kind,
     format_method,
@@ -126,6 +127,7 @@ def render_first_lines(
     ]
     if summary.breakdown is not None:
         lines += section(_breakdown_title(summary), parts_table(summary.breakdown))
+        lines += _stops(summary.stops.ratios if summary.stops else {})
     lines += ["", *_largest_waits(summary)]
     if summary.memory.peak is not None:
         lines.append(Text(_peak_title(summary.memory)))
@@ -268,6 +270,7 @@ def _notes(notes: Sequence[str]) -> Iterable[RenderableType]:
 def _sections(summary: Summary) -> Iterable[RenderableType]:
     if summary.breakdown is not None:
         yield from section(_breakdown_title(summary), parts_table(summary.breakdown))
+        yield from _stops(summary.stops.ratios if summary.stops else {})
     if summary.step_time_ns is not None:
         yield from section(_numbers_title(summary), _numbers_table(summary))
     if summary.drift is not None and summary.drift.changes:
@@ -489,6 +492,7 @@ def render_breakdown(found: BreakdownCauses) -> RenderableType:
         Text(_headline_of_step(found, shown), style="bold"),
         _describe_parts(found, shown),
         *section(_title(found, shown), parts_table(shown)),
+        *_stops(found.stop_ratios),
         *dimension_section(shown),
         *_causes(found),
         "",
@@ -552,6 +556,11 @@ def dimension_section(shown: StepBreakdown) -> Iterator[RenderableType]:
     exposed = format_metric("exposed_ns", shown.exposed_ns)
     table = render_table(DIMENSIONS, shown.dimensions, *columns, totals=[("= exposed", exposed)])
     yield from section("Communication by mesh dimension", table)
+
+
+def _stops(ratios: Mapping[str, float]) -> Iterator[RenderableType]:
+    if sentence := describe_stops(ratios):
+        yield indented(sentence)
 
 
 def _bar_of_part(part: PartTime) -> Text:

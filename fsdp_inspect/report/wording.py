@@ -161,6 +161,18 @@ def format_metric(name: str, value: float | None) -> str:
     return format_value(find_metric(name).unit, value)
 
 
+def describe_stops(ratios: Mapping[str, float]) -> str:
+    """What stops the host within the parts of a step; empty: nothing of a thousandth of it.
+
+    Args:
+        ratios: `HostStops.ratios`.
+    """
+    named = [f"{what} {format_ratio(ratio)}" for what, ratio in ratios.items() if ratio >= 0.001]
+    if not named:
+        return ""
+    return f"Within the parts, on average over all timed steps: {', '.join(named)}."
+
+
 def format_kind(kind: str) -> str:
     """Format the kind of a collective: `all-gather`."""
     return kind.replace("_", "-")

@@ -60,6 +60,13 @@ class EventKind(NamedCode):
     around it."""
     COMPILATION = 51
     """torch.compile compiled a function. Overlaps the events around it."""
+    GRAPH_CAPTURE = 52
+    """A CUDA graph was captured or instantiated. Overlaps the events around it, like the kinds
+    below."""
+    DEVICE_ALLOCATION = 53
+    """Memory was requested from the driver or returned to it (cudaMalloc, cudaFree)."""
+    KERNEL_LOADING = 54
+    """The driver loaded a kernel at its first use."""
 
 
 COLLECTIVES = frozenset(
@@ -151,7 +158,8 @@ class EventFlag(IntFlag):
     MEMORY_STEP = 32
     """The event is in a memory step, so its times are not representative."""
     LATEST_END = 64
-    """The end is an upper bound: the moment at which the collective was seen to have ended."""
+    """The end is an upper bound: the moment at which the collective was seen to have ended. A
+    DEVICE_ALLOCATION then has no duration."""
     CHECKPOINT = 128
     """BETWEEN_STEPS: a checkpoint was saved. With ASYNC, it is written in the background."""
     FULL_COLLECTION = 256
@@ -336,6 +344,20 @@ class StepFlag(NamedCode):
     """Garbage collections take at least 1% of the step."""
     COMPILATION = 16
     """Compilations take at least 1% of the step."""
+    GRAPH_CAPTURE = 32
+    DEVICE_ALLOCATION = 64
+    """Allocations by the driver take at least 1% of the step, or an unknown time."""
+    KERNEL_LOADING = 128
+
+
+HOST_STOPS = {
+    EventKind.GARBAGE_COLLECTION: StepFlag.COLLECTION,
+    EventKind.COMPILATION: StepFlag.COMPILATION,
+    EventKind.GRAPH_CAPTURE: StepFlag.GRAPH_CAPTURE,
+    EventKind.DEVICE_ALLOCATION: StepFlag.DEVICE_ALLOCATION,
+    EventKind.KERNEL_LOADING: StepFlag.KERNEL_LOADING,
+}
+"""What stops the host in few steps, with the flag of such a step."""
 
 
 class Statistic(NamedCode):

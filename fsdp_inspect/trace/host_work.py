@@ -8,11 +8,15 @@ from typing import Annotated
 from pydantic import Field
 
 from fsdp_inspect.formatting import find_spans
-from fsdp_inspect.trace.codes import NO_UNIT, Phase
+from fsdp_inspect.trace.codes import HOST_STOPS, NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.records import Amount, Index, Record
 
-COLLECTION = "garbage collection"
-COMPILATION = "compilation"
+STOP_NAMES = {kind: kind.label.replace("_", " ") for kind in HOST_STOPS}
+COLLECTION = STOP_NAMES[EventKind.GARBAGE_COLLECTION]
+COMPILATION = STOP_NAMES[EventKind.COMPILATION]
+GRAPH_CAPTURE = STOP_NAMES[EventKind.GRAPH_CAPTURE]
+DEVICE_ALLOCATION = STOP_NAMES[EventKind.DEVICE_ALLOCATION]
+KERNEL_LOADING = STOP_NAMES[EventKind.KERNEL_LOADING]
 BOOLEAN_MASK = "boolean mask"
 PRINTED = "printing a tensor"
 LEAST_FAULTS_PER_S = 50.0
@@ -35,7 +39,7 @@ class HostStop(Record):
     """Calls of one kind at one line: they read a tensor's value, or stop Python."""
 
     what: Text
-    """`.item()`, `.cpu()`, `BOOLEAN_MASK`, `COLLECTION`, `COMPILATION`, ..."""
+    """`.item()`, `.cpu()`, `BOOLEAN_MASK`, ..., or one of `STOP_NAMES`."""
     place: Text = ""
     """The user's line, `file:line`; empty: unknown."""
     phase: Annotated[int, Field(ge=0, le=int(max(Phase)))] = int(Phase.OUTSIDE)

@@ -1,7 +1,7 @@
 from fsdp_inspect.analysis.step_times import RARE_PARTS, StepPoint, measure_step_times
 from fsdp_inspect.report.charts.results import draw_step_times
 from fsdp_inspect.statistics import Distribution
-from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.codes import EventFlag, EventKind
 from tests.builders import RunBuilder, steady_run
 
 
@@ -53,12 +53,19 @@ def test_steps_with_a_collection_a_compilation_or_an_evaluation_are_marked_and_c
         rank.add(EventKind.GARBAGE_COLLECTION, start, start + (200 if step == 1 else 5))
         if step in {1, 2}:
             rank.add(EventKind.COMPILATION, start + 300, start + 500)
+        if step == 3:
+            rank.add(EventKind.GRAPH_CAPTURE, start, start + 100)
+            rank.add(EventKind.KERNEL_LOADING, start + 100, start + 150)
         if step == 4:
             rank.add(EventKind.BETWEEN_STEPS, start, start + 400)
+        # Without a duration, an allocation marks its step; a short one does not.
+        flags = EventFlag.LATEST_END if step == 2 else 0
+        rank.add(EventKind.DEVICE_ALLOCATION, start + 5, start + 5, flags=flags)
     times = measure_step_times(builder.build())
     assert {point.step: point.contains for point in times.over_steps if point.contains} == {
         1: ("garbage collection", "compilation"),
-        2: ("compilation",),
+        2: ("compilation", "device allocation"),
+        3: ("graph capture", "kernel loading"),
         4: ("evaluation or checkpoint",),
     }
     assert times.rare_parts == RARE_PARTS
@@ -71,7 +78,7 @@ def test_steps_with_a_collection_a_compilation_or_an_evaluation_are_marked_and_c
     assert all(f"{part}" in str(drawn) for part in RARE_PARTS)
     kept = times.without(["compilation"])
     assert [point.step for point in kept.over_steps] == [0, 3, 4]
-    assert kept.rare_parts == ("evaluation or checkpoint",)
+    assert kept.rare_parts == ("graph capture", "kernel loading", "evaluation or checkpoint")
 
 
 def test_a_run_of_warmup_only_has_steps_but_no_step_time():

@@ -8,7 +8,7 @@ from fsdp_inspect_app.timeline.tracks import build_timeline, draw_events
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.errors import IncompleteRunError
 from fsdp_inspect.report import palette
-from fsdp_inspect.trace.codes import EventKind, StepPart
+from fsdp_inspect.trace.codes import EventFlag, EventKind, StepPart
 from fsdp_inspect.trace.tables import EventTable
 from tests.app.synthetic import make_run
 from tests.builders import RunBuilder
@@ -45,18 +45,25 @@ def test_each_rank_has_issues_clock_collectives_and_memory_in_that_order(timelin
     assert lanes == [(rank, track, 0) for rank in (0, 1) for track in tracks]
 
 
-def test_collections_and_compilations_have_a_lane_below_the_clock():
+def test_host_stops_have_a_lane_below_the_clock():
     builder = RunBuilder(world_size=1)
     rank = builder.rank(0)
     rank.step(0, 0, 1000)
     rank.add(EventKind.GARBAGE_COLLECTION, 100, 200)
     rank.add(EventKind.COMPILATION, 300, 700)
+    rank.add(EventKind.DEVICE_ALLOCATION, 800, 800, flags=EventFlag.LATEST_END)
     drawn = build_timeline(builder.build(), step=0, ranks=[0])
     assert [lane.track for lane in drawn.lanes] == [Track.CLOCK, Track.HOST_STOP]
-    spans = spans_of(drawn, 0, Track.HOST_STOP, palette.HOST_STOP)
+    spans = spans_of(drawn, 0, Track.HOST_STOP)
+    assert [LOOKS[look].label for look in spans.look.tolist()] == [
+        "garbage collection",
+        "compilation",
+        "device allocation",
+    ]
     assert list(zip(spans.start_ns.tolist(), spans.end_ns.tolist(), strict=True)) == [
         (100, 200),
         (300, 700),
+        (800, 800),
     ]
 
 

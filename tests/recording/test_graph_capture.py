@@ -12,6 +12,8 @@ from fsdp_inspect.recording.instruments import pause_during_capture
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.units import ProcessGroups
+from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.tables import EventTable
 
 
 class FakeGraph:
@@ -31,6 +33,21 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     graph = type("FakeGraph", (FakeGraph,), dict(vars(FakeGraph)))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     return Session(HostClock(), lambda row: None, ProcessGroups())
+
+
+def test_a_capture_is_an_event_from_its_begin_to_its_end(session: Session) -> None:
+    rows: list[tuple[int, ...]] = []
+    session.append = rows.append
+    pause_during_capture(session, Patches())
+    graph: Any = torch.cuda.CUDAGraph()
+    before = session.clock.host_now()
+    graph.capture_begin()
+    graph.capture_end()
+    after = session.clock.host_now()
+    [row] = rows
+    event = dict(zip(EventTable.DTYPES, row, strict=True))
+    assert event["kind"] == EventKind.GRAPH_CAPTURE
+    assert before <= event["start_ns"] <= event["end_ns"] <= after
 
 
 def test_recording_pauses_from_begin_to_end_of_a_capture_and_says_so(session: Session) -> None:

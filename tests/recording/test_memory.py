@@ -12,8 +12,8 @@ from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.memory import AllocatorReading, CudaAllocator, MemoryProbe
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.units import ProcessGroups
-from fsdp_inspect.trace.codes import MemoryPoint, Phase
-from fsdp_inspect.trace.tables import MemoryTable
+from fsdp_inspect.trace.codes import EventFlag, EventKind, MemoryPoint, Phase
+from fsdp_inspect.trace.tables import EventTable, MemoryTable
 
 STATS = {
     "allocated_bytes": {"all": {"current": 10, "peak": 15}},
@@ -53,11 +53,11 @@ class Counters:
 
     def __init__(self) -> None:
         self.peak = 100
-        self.num_reads = 0
+        self.num_reads = self.num_driver_calls = 0
 
     def read(self) -> AllocatorReading:
         self.num_reads += 1
-        return (50, 80, 60, self.peak, 90, 0, 0, 0)
+        return (50, 80, 60, self.peak, 90, 0, 0, 0, self.num_driver_calls)
 
 
 def sampled_steps(counters: Counters, peaks: dict[int, int], count: int) -> list[int]:
@@ -84,6 +84,20 @@ def test_boundaries_are_sampled_in_the_step_after_one_that_raised_the_peak() -> 
     assert sampled_steps(Counters(), {14: 200, 15: 300, 22: 250}, 30) == [
         *(0, 1, 2, 3, 10, 15, 16, 20)
     ]
+
+
+def test_the_driver_s_allocations_are_marked_in_the_step_that_made_them() -> None:
+    rows: list[tuple[int, ...]] = []
+    session, counters = Session(HostClock(), rows.append, ProcessGroups()), Counters()
+    probe = MemoryProbe(session, lambda row: None, counters)
+    for step, count in {0: 5, 1: 5, 2: 6, 3: 6, 9: 8}.items():  # 4 to 8 have no reading
+        session.step, counters.num_driver_calls = step, count
+        probe.sample(MemoryPoint.STEP_END)
+    [row] = rows
+    event = dict(zip(EventTable.DTYPES, row, strict=True))
+    assert (event["step"], event["kind"]) == (2, EventKind.DEVICE_ALLOCATION)
+    assert event["flags"] == EventFlag.LATEST_END
+    assert event["start_ns"] == event["end_ns"]
 
 
 class UncountedAllocator:

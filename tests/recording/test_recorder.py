@@ -348,7 +348,7 @@ class Counters:
     """An allocator with given counters."""
 
     def read(self) -> AllocatorReading:
-        return 10_000, 20_000, 10_000, 12_000, 20_000, 512, 0, 0
+        return 10_000, 20_000, 10_000, 12_000, 20_000, 512, 0, 0, 0
 
 
 def test_what_fills_memory_is_told_largest_first(fake_ranks: None) -> None:

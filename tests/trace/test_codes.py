@@ -25,6 +25,7 @@ def test_the_codes_of_events_are_those_of_schema_version_one():
         "reduce_scatter_wait": 22, "all_reduce": 30, "all_reduce_wait": 31, "broadcast": 40,
         "all_to_all": 41, "barrier": 42, "point_to_point": 43, "other_collective": 44,
         "other_wait": 45, "garbage_collection": 50, "compilation": 51,
+        "graph_capture": 52, "device_allocation": 53, "kernel_loading": 54,
     }  # fmt: skip
 
 

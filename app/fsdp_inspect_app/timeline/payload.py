@@ -26,14 +26,19 @@ MAX_READINGS = 8_000
 _FIRST_WIDTH_PX = 1600
 _TRACK_LABELS = {
     Track.ISSUE: "host issue",
-    Track.HOST_STOP: "collection, compilation",
+    Track.HOST_STOP: "host stops",
     Track.ALL_GATHER: "all-gather",
     Track.REDUCE_SCATTER: "reduce-scatter",
     Track.ALL_REDUCE: "all-reduce",
     Track.OTHER_COLLECTIVE: "other collectives",
     Track.MEMORY: "memory",
 }
-_LANE_KINDS = {Track.ISSUE: "marks", Track.CLOCK: "clock", Track.MEMORY: "memory"}
+_LANE_KINDS = {
+    Track.ISSUE: "marks",
+    Track.CLOCK: "clock",
+    Track.HOST_STOP: "stops",
+    Track.MEMORY: "memory",
+}
 
 _Columns = dict[str, NDArray[np.generic]]
 

@@ -5,7 +5,7 @@ The lanes of a rank, from the top:
 - marks at the times at which the host issued collectives
 - the compute stream (CPU: the main thread), split as `reduction.step_parts.split_step` splits the
   step; its hatched parts add up to the exposed communication of the step
-- garbage collections and compilations, which overlap the parts of the step
+- what stops the host (garbage collection, compilation, ...), which overlaps the parts of the step
 - the collectives, each from its real start to its real end, in several rows if they overlap
 - the memory of the step, if it was sampled
 
@@ -33,6 +33,7 @@ from fsdp_inspect.trace.codes import (
     COPIES,
     EXPOSED_PART_CODES,
     EXPOSED_PARTS,
+    HOST_STOPS,
     NO_UNIT,
     EventFlag,
     EventKind,
@@ -65,7 +66,7 @@ class Track(NamedCode):
     """The marks of the issues of collectives."""
     CLOCK = 1
     HOST_STOP = 2
-    """Garbage collections and compilations."""
+    """`HOST_STOPS`."""
     ALL_GATHER = 3
     REDUCE_SCATTER = 4
     ALL_REDUCE = 5
@@ -90,12 +91,11 @@ LOOKS: tuple[Look, ...] = (
     palette.REDUCE_SCATTER,
     palette.ALL_REDUCE,
     palette.OTHER_COLLECTIVE,
-    palette.HOST_STOP,
+    *palette.HOST_STOP_LOOKS.values(),
 )
 """The looks of spans; `Spans.look` is an index into it."""
 
 _TRACK_LOOKS = {
-    Track.HOST_STOP: palette.HOST_STOP,
     Track.ALL_GATHER: palette.ALL_GATHER,
     Track.REDUCE_SCATTER: palette.REDUCE_SCATTER,
     Track.ALL_REDUCE: palette.ALL_REDUCE,
@@ -106,7 +106,6 @@ _TRACK_LOOK_INDEX = np.array(
     dtype=np.int8,
 )
 """The index of each track's look in `LOOKS`; -1: the spans have their own looks."""
-_HOST_STOPS = (EventKind.GARBAGE_COLLECTION, EventKind.COMPILATION)
 _FSDP_TRACKS = {
     EventKind.ALL_GATHER: Track.ALL_GATHER,
     EventKind.REDUCE_SCATTER: Track.REDUCE_SCATTER,
@@ -340,7 +339,7 @@ def _collective_tracks(
 
     Collectives that FSDP did not issue have a track for each dimension of the mesh.
     """
-    for candidate in _TRACK_LOOKS:
+    for candidate in (Track.HOST_STOP, *_TRACK_LOOKS):
         members = np.flatnonzero(track_of == candidate)
         if len(members) == 0:
             continue
@@ -357,7 +356,7 @@ def _collective_spans(
     """The collectives of a track, each on its lane."""
     spans = Spans(
         lane=lanes.astype(np.int32),
-        look=_collective_looks(events.kind[members], track),
+        look=_looks_of(events.kind[members], track),
         start_ns=events.start_ns[members],
         end_ns=events.end_ns[members],
         event=members.astype(np.int32),
@@ -370,7 +369,7 @@ def _collective_spans(
 def _track_of(events: EventTable) -> NDArray[np.int8]:
     """The track of each event, if it is a collective or a stop of the host; -1: none."""
     track = np.full(len(events), -1, dtype=np.int8)
-    track[is_any_of(events.kind, _HOST_STOPS)] = Track.HOST_STOP
+    track[is_any_of(events.kind, HOST_STOPS)] = Track.HOST_STOP
     track[is_any_of(events.kind, COLLECTIVES)] = Track.OTHER_COLLECTIVE
     of_unit = events.unit != NO_UNIT
     for kind, own_track in _FSDP_TRACKS.items():
@@ -381,7 +380,10 @@ def _track_of(events: EventTable) -> NDArray[np.int8]:
     return track
 
 
-def _collective_looks(kinds: NDArray[np.int8], track: Track) -> NDArray[np.int8]:
+def _looks_of(kinds: NDArray[np.int8], track: Track) -> NDArray[np.int8]:
+    if track is Track.HOST_STOP:
+        stops = {int(kind): _look_index(look) for kind, look in palette.HOST_STOP_LOOKS.items()}
+        return np.array([stops[kind] for kind in kinds.tolist()], dtype=np.int8)
     own, copy = _look_index(_TRACK_LOOKS[track]), _look_index(palette.COPIES)
     return np.where(is_any_of(kinds, COPIES), np.int8(copy), np.int8(own))
 

@@ -206,6 +206,8 @@ class StepFacts:
     """The line that stops a host for most time, as far as this time is lost; None: unknown."""
     reads: tuple[HostStopCost, ...] = ()
     """The lines that read values of tensors. On a device their time is no cost of its own."""
+    driver_calls: tuple[HostStopCost, ...] = ()
+    """`HostStops.driver_calls`."""
     uneven: UnevenWork | None = None
     """The batches of the straggler against those of the other ranks; None: not larger."""
     kernels: Kernels | None = None
@@ -296,6 +298,8 @@ STRAGGLER_RATIO = 0.05
 COMMUNICATION_RATIO = 0.05
 COLLECTION_RATIO = 0.05
 HOST_STOP_RATIO = 0.05
+LEAST_IDLE_RATIO = 0.01
+"""Less idle time of the device after calls of one kind is not worth a sentence."""
 BETWEEN_RATIO = 0.10
 RECOMPUTE_RATIO = 0.15
 FIRST_GATHER_RATIO = 0.10

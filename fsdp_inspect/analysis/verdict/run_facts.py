@@ -245,6 +245,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         utilisation_ratio=answers.utilisation_ratio,
         stop=answers.stops.largest if answers.stops else None,
         reads=answers.stops.reads if answers.stops else (),
+        driver_calls=answers.stops.driver_calls if answers.stops else (),
         uneven=answers.uneven,
         shared_cores=_shared_cores(answers),
         far_device=find_far_device(answers.records),

@@ -9,6 +9,7 @@ from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.verdict.facts import (
+    LEAST_IDLE_RATIO,
     STRAGGLER_RATIO,
     Limit,
     OtherPart,
@@ -32,7 +33,15 @@ from fsdp_inspect.formatting import (
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.store.reduction.order_wording import shorten_place
 from fsdp_inspect.trace.codes import Phase
-from fsdp_inspect.trace.host_work import BOOLEAN_MASK, COLLECTION, COMPILATION, PRINTED
+from fsdp_inspect.trace.host_work import (
+    BOOLEAN_MASK,
+    COLLECTION,
+    COMPILATION,
+    DEVICE_ALLOCATION,
+    GRAPH_CAPTURE,
+    KERNEL_LOADING,
+    PRINTED,
+)
 
 FRAGMENTED_RATIO = 0.10
 """R21 applies if more than this fraction of reserved memory is unused at the peak."""
@@ -197,6 +206,7 @@ def _phrase_host(facts: StepFacts) -> Words:
     steps = [
         "Reduce the host's work relative to the device's: torch.compile, a larger "
         f"microbatch{fewer_units}.",
+        *_name_driver_calls(facts),
         _name_reads(facts.reads),
         *_name_far_device(facts),
     ]
@@ -224,6 +234,30 @@ def _name_reads(reads: Sequence[HostStopCost]) -> str:
     if not named:
         return "Remove synchronisations from the step (.item(), printing a loss, .cpu())."
     return f"Remove synchronisations from the step: {listed(named[:3], 3)}."
+
+
+_DRIVER_REMEDIES = {
+    DEVICE_ALLOCATION: "Avoid new memory in the step: PYTORCH_ALLOC_CONF=expandable_segments:True, "
+    "or one step with the largest batch first.",
+    GRAPH_CAPTURE: "Capture CUDA graphs once: keep shapes and addresses of inputs constant.",
+    KERNEL_LOADING: "Run a few steps before the profiled ones, so that kernels are loaded, or set "
+    "CUDA_MODULE_LOADING=EAGER.",
+}
+
+
+def _name_driver_calls(facts: StepFacts) -> Iterator[str]:
+    """The calls of the driver that leave the device idle for a hundredth of the step."""
+    by_kind: dict[str, list[HostStopCost]] = {}
+    for stop in facts.driver_calls:
+        by_kind.setdefault(stop.what, []).append(stop)
+    for what, stops in by_kind.items():
+        idle_ns = sum(stop.idle_ns or 0 for stop in stops)
+        if idle_ns >= LEAST_IDLE_RATIO * facts.step_time_ns:
+            place = f", most at {shorten_place(stops[0].place)}" if stops[0].place else ""
+            yield (
+                f"{_DRIVER_REMEDIES[what]} The device is idle for {format_ns(idle_ns)} a step "
+                f"after calls of this kind{place}."
+            )
 
 
 def _phrase_idle_device(facts: StepFacts) -> tuple[str, str, str]:

@@ -20,6 +20,7 @@ from fsdp_inspect.store.reduction.step_parts import exposing, running_communicat
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     DTYPES,
+    HOST_STOPS,
     NO_UNIT,
     EventFlag,
     EventKind,
@@ -78,7 +79,7 @@ TRACK_NAMES = {
     RankTrack.ALL_REDUCE: "all-reduce",
     RankTrack.OTHER_COLLECTIVES: "other collectives",
     RankTrack.MEMORY_COPIES: "memory copies by the device",
-    RankTrack.HOST_STOPS: "garbage collection, compilation",
+    RankTrack.HOST_STOPS: "host stops (garbage collection, compilation, ...)",
 }
 
 NESTED_TRACKS = frozenset(
@@ -160,8 +161,7 @@ _KIND_TRACKS = {
     EventKind.DATA: RankTrack.DATA_AND_OPTIMIZER,
     EventKind.OPTIMIZER: RankTrack.DATA_AND_OPTIMIZER,
     EventKind.MEMORY_COPY: RankTrack.MEMORY_COPIES,
-    EventKind.GARBAGE_COLLECTION: RankTrack.HOST_STOPS,
-    EventKind.COMPILATION: RankTrack.HOST_STOPS,
+    **dict.fromkeys(HOST_STOPS, RankTrack.HOST_STOPS),
 }
 _FSDP_TRACKS = {
     EventKind.ALL_GATHER: RankTrack.ALL_GATHER,

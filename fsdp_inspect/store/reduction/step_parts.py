@@ -47,6 +47,7 @@ from fsdp_inspect.trace.codes import (
     COPIES,
     EXPOSED_PART_CODES,
     EXPOSED_PARTS,
+    HOST_STOPS,
     NO_UNIT,
     EventFlag,
     EventKind,
@@ -350,10 +351,6 @@ def _rows_of_groups(
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
-_FLAGS_OF_KINDS = {
-    EventKind.GARBAGE_COLLECTION: StepFlag.COLLECTION,
-    EventKind.COMPILATION: StepFlag.COMPILATION,
-}
 _LEAST_FLAGGED_RATIO = 0.01
 
 
@@ -375,9 +372,13 @@ def _rows_of_steps(
         | StepFlag.MEMORY_STEP * is_memory_step
         | StepFlag.PLAIN * is_plain
     )
-    for kind, flag in _FLAGS_OF_KINDS.items():
-        inside = axis.duration_ns(_spans(events, events.kind == kind).intersect(in_step))
-        flags |= flag * ((inside > 0) & (inside >= _LEAST_FLAGGED_RATIO * duration))
+    is_unknown = (events.flags & EventFlag.LATEST_END) != 0
+    for kind, flag in HOST_STOPS.items():
+        own = events.kind == kind
+        inside = axis.duration_ns(_spans(events, own).intersect(in_step))
+        is_long = (inside > 0) & (inside >= _LEAST_FLAGGED_RATIO * duration)
+        is_long[axis.place[own & is_unknown]] = True
+        flags |= flag * is_long
     return _blank_rows(axis, EventKind.STEP) | {
         "flags": flags,
         "count": np.bincount(axis.place[collective], minlength=num_steps),

@@ -36,6 +36,7 @@ from fsdp_inspect.report.text import list_throughput
 from fsdp_inspect.report.wording import (
     describe_memory_method,
     describe_provenance,
+    describe_stops,
     describe_trust,
     describe_typical,
     format_error,
@@ -343,6 +344,8 @@ def _show_step(run: Run) -> None:
             f"{label} **{format_ns(breakdown.host_behind_ns)}**: upper bound of the GPU's idle "
             "time within these parts"
         )
+    if summary.stops is not None and (stops := describe_stops(summary.stops.ratios)):
+        below.append(stops)
     show_chart_card(
         f"Typical step: {format_ns(breakdown.step_time_ns)}",
         draw_breakdown(breakdown),

@@ -3,7 +3,7 @@
 const AXIS_HEIGHT = 26;
 const FOOT_HEIGHT = 14;
 const HEADING_HEIGHT = 22;
-const LANE_HEIGHTS = { marks: 13, clock: 28, collective: 20, memory: 46 };
+const LANE_HEIGHTS = { marks: 13, clock: 28, stops: 20, collective: 20, memory: 46 };
 const DIFFERENCE_HEIGHT = 40;
 const RANK_GAP = 10;
 const LANE_GAP = 3;

@@ -4,6 +4,7 @@ const WIDE_GUTTER = 172;
 const NARROW_GUTTER = 142;
 const PHONE_GUTTER = 112;
 const MIN_LABEL_WIDTH = 16;
+const LEAST_WIDTHS = { marks: 1.6, stops: 2.5 }; // of what may have no duration
 const FADED = 0.2;
 const AREA_ALPHA = 0.34;
 const ARROW_HEAD = 6;
@@ -259,9 +260,10 @@ class Painter {
     this.pen.font = `11px ${this.font}`;
     this.pen.textAlign = "left";
     this.pen.textBaseline = "middle";
-    const isMarked = drawing.header.lanes[lane].kind === "marks";
+    const { kind } = drawing.header.lanes[lane];
+    const isMarked = kind === "marks";
     const isExact = drawing.header.is_exact;
-    const least = isMarked ? 1.6 : 0.7;
+    const least = LEAST_WIDTHS[kind] ?? 0.7;
     let drawnTo = -Infinity;
     // Pixel columns of several looks overlap, and any of them may reach into the window.
     let position = isExact ? Math.max(lastStartingBefore(start, low, high, view.start), low) : low;

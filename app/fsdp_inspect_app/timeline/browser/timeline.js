@@ -210,7 +210,7 @@ class Timeline {
   spanAt(x, y) {
     const lane = this.layout.laneAt(y, this.scroll);
     if (lane === NONE || x < this.gutter) return NONE;
-    const tolerance = this.drawing.header.lanes[lane].kind === "marks" ? 4 : 1.5;
+    const tolerance = ["marks", "stops"].includes(this.drawing.header.lanes[lane].kind) ? 4 : 1.5;
     const slack = (tolerance * this.length) / this.plotWidth;
     return this.drawing.spanAt(lane, this.timeAt(x), slack);
   }

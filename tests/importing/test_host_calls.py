@@ -1,4 +1,4 @@
-"""Calls of an imported trace in which the host waits for the device, by line."""
+"""Calls of an imported trace that stop the host, by line."""
 
 import fsdp_inspect
 from fsdp_inspect.importing.kernel_names import user_line
@@ -73,3 +73,65 @@ def test_lines_of_libraries_are_not_the_users():
         "<built-in method item of Tensor object at 0x7>",
     ):
         assert user_line(name) == ""
+
+
+def with_driver_calls(folder):
+    """Three steps of 1 ms; the second has work of the driver, and the device waits for it."""
+    trace = TraceWriter()
+    trace.collective("_allgather_base", 0, 2, issued=0)
+    for step in range(3):
+        begin = 1000 * step
+        trace.annotate(f"ProfilerStep#{step}", begin, begin + 1000)
+        trace.kernel("ampere_bf16_gemm", begin + 100, begin + 300, issued=begin + 10)
+        if step == 1:
+            calls = [
+                ("cudaMalloc", 1310, 1400),
+                ("cudaStreamBeginCapture", 1410, 1412),
+                ("cudaStreamEndCapture", 1500, 1501),
+                ("cudaFreeAsync", 1510, 1530),
+                ("cudaStreamCreate", 1530, 1535),
+            ]
+            for number, (name, start, end) in enumerate(calls):
+                trace.add("cuda_runtime", name, start, end, args={"correlation": 5000 + number})
+            trace.add("overhead", "Runtime Triggered Module Loading", 1540, 1590, pid=-1, tid=0)
+            trace.add("overhead", "Activity Buffer Request", 1590, 1600, pid=-1, tid=0)
+            python = {"tid": MAIN, "args": {}}
+            trace.add("python_function", "train.py(7): grow", 1300, 1405, **python)
+        trace.kernel("ampere_bf16_gemm", begin + 700, begin + 950, issued=begin + 650)
+    import_traces(trace.write(folder / "rank0.json"), folder / "run")
+    return fsdp_inspect.open_run(folder / "run")
+
+
+def test_work_of_the_driver_is_a_mark_a_share_and_a_filter(tmp_path):
+    run = with_driver_calls(tmp_path)
+    found = {stop.what: stop for stop in run.host_stops().stops}
+    assert {what: stop.duration_ns for what, stop in found.items()} == {
+        "device allocation": 90_000 // 3,
+        "graph capture": 91_000 // 3,
+        "kernel loading": 50_000 // 3,
+    }
+    assert found["device allocation"].place == "train.py:7"
+    # The device is idle from 1300 to 1700 µs: each call has the time until the next one.
+    assert {what: stop.idle_ns for what, stop in found.items()} == {
+        "device allocation": 100_000 // 3,
+        "graph capture": 130_000 // 3,
+        "kernel loading": 160_000 // 3,
+    }
+    assert not any(stop.is_cost for stop in found.values())
+    steps = {point.step: point.contains for point in run.step_times().over_steps}
+    assert steps == {
+        0: (),
+        1: ("graph capture", "device allocation", "kernel loading"),
+        2: (),
+    }
+    ratios = run.breakdown().stop_ratios
+    mean_ns = found["kernel loading"].mean_step_ns
+    assert ratios["graph capture"] == 30_333 / mean_ns
+    assert list(ratios) == ["graph capture", "device allocation", "kernel loading"]
+
+
+def test_the_verdict_names_work_of_the_driver_that_leaves_the_device_idle(tmp_path):
+    verdict = with_driver_calls(tmp_path).summary().verdict
+    assert verdict.limit == "host"
+    (named,) = (step for step in verdict.next_steps if "CUDA_MODULE_LOADING=EAGER" in step)
+    assert "The device is idle for 53.3 µs a step after calls of this kind" in named
