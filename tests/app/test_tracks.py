@@ -177,3 +177,17 @@ def test_a_rank_whose_clock_cannot_be_aligned_begins_at_0_and_says_why():
 
 def test_a_single_rank_has_no_clock_uncertainty(run):
     assert build_timeline(run, step=3, ranks=[1]).clock_uncertainty_ns == 0
+
+
+def test_kernels_of_an_unknown_phase_are_drawn():
+    builder = RunBuilder(world_size=1)
+    rank = builder.rank(0)
+    rank.step(0, 0, 1000)
+    rank.add(EventKind.COMPUTE, 100, 400)
+    rank.add(EventKind.COMPUTE, 600, 900)
+    spans = spans_of(build_timeline(builder.build(), step=0, ranks=[0]), 0, Track.CLOCK)
+    assert list(zip(spans.start_ns.tolist(), spans.end_ns.tolist(), strict=True)) == [
+        (100, 400),
+        (600, 900),
+    ]
+    assert {LOOKS[look] for look in spans.look.tolist()} == {palette.OTHER}

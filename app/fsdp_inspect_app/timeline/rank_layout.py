@@ -55,6 +55,7 @@ _PHASE_OF_COMPUTE = {
     StepPart.FORWARD: Phase.FORWARD,
     StepPart.BACKWARD: Phase.BACKWARD,
     StepPart.OPTIMIZER: Phase.OPTIMIZER,
+    StepPart.OTHER: Phase.OUTSIDE,
 }
 """Kernel traces: the phase whose kernels are drawn as a part."""
 
@@ -87,6 +88,7 @@ LOOKS: tuple[Look, ...] = (
     palette.EXPOSED_OTHER,
     palette.HOST_BOUND,
     palette.BETWEEN_STEPS,
+    palette.OTHER,
     palette.ALL_GATHER,
     palette.REDUCE_SCATTER,
     palette.ALL_REDUCE,
@@ -262,7 +264,10 @@ def _issue_marks(events: EventTable, window: RankWindow, track_of: NDArray[np.in
 
 def _clock_spans(events: EventTable, parts: Mapping[StepPart, Intervals], *, lane: int) -> Spans:
     claims = _Claims(events)
-    named = [part for part in palette.PART_LOOKS if part is not StepPart.OTHER]
+    # In a kernel trace, compute of an unknown phase is in the part OTHER.
+    named = [
+        part for part in palette.PART_LOOKS if part is not StepPart.OTHER or is_kernel_trace(events)
+    ]
     painted = [_part_spans(claims, part, parts[part], lane) for part in named if len(parts[part])]
     return Spans.concat([_NO_SPANS, *painted]).by_start()
 

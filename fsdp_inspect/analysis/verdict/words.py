@@ -203,11 +203,13 @@ def _phrase_host(facts: StepFacts) -> Words:
             "host does: this time includes waits for the next batch."
         )
     fewer_units = ", fewer and larger units" if _may_name_plans(facts) else ""
+    reads = _name_reads(facts.reads)
     steps = [
+        *_name_driver_calls(facts),
+        *([reads] if reads else ()),
         "Reduce the host's work relative to the device's: torch.compile, a larger "
         f"microbatch{fewer_units}.",
-        *_name_driver_calls(facts),
-        _name_reads(facts.reads),
+        *(() if reads else [_ANY_READ]),
         *_name_far_device(facts),
     ]
     if _may_name_plans(facts) and facts.sharder.prefetch_ahead:
@@ -224,15 +226,18 @@ def _phrase_host(facts: StepFacts) -> Words:
     return sentence, because, why, tuple(steps)
 
 
+_ANY_READ = "Remove synchronisations from the step (.item(), printing a loss, .cpu())."
+
+
 def _name_reads(reads: Sequence[HostStopCost]) -> str:
-    """The lines that read values, which make the host wait for the device."""
+    """The lines that read values, which make the host wait for the device; empty: unknown."""
     named = [
         f"{stop.what} at {shorten_place(stop.place)} ({_calls(stop)} a step{_idle(stop)})"
         for stop in reads
         if stop.place
     ]
     if not named:
-        return "Remove synchronisations from the step (.item(), printing a loss, .cpu())."
+        return ""
     return f"Remove synchronisations from the step: {listed(named[:3], 3)}."
 
 

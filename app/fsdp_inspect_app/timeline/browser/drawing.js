@@ -49,8 +49,13 @@ class Drawing {
   // What is drawn, by name: label, colour (none: the theme's), and how it looks.
   legend() {
     const { looks, legend, memory } = this.header;
-    const entries = legend.map((position) => looks[position])
-      .map(({ label, colour, hatched }) => ({ label, colour, kind: hatched ? "hatched" : "" }));
+    const entries = [];
+    for (const { label, colour, hatched } of legend.map((position) => looks[position])) {
+      const kind = hatched ? "hatched" : "";
+      const same = entries.find((entry) => entry.colour === colour && entry.kind === kind);
+      if (same) same.label += `, ${label}`; // the stops of the host, which name themselves
+      else entries.push({ label, colour, kind });
+    }
     if (memory.length) entries.push({ label: "memory allocated", kind: "area" });
     if (memory.some((curve) => curve.has_reserved)) entries.push({ label: "reserved", kind: "line" });
     const { difference } = this.header;

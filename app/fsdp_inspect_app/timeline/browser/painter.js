@@ -302,8 +302,8 @@ class Painter {
     const { pen, drawing } = this;
     const from = Math.max(left, this.gutter) + 4;
     const room = Math.min(left + width, this.width) - from - 3;
-    const isOnClock = drawing.laneOf(position).kind === "clock";
-    const name = drawing.nameOf(position) || (isOnClock ? look.label : "");
+    const isNamed = ["clock", "stops"].includes(drawing.laneOf(position).kind);
+    const name = drawing.nameOf(position) || (isNamed ? look.label : "");
     const text = shortened(pen, name, room);
     if (!text) return;
     if (look.hatched) {
