@@ -33,6 +33,7 @@ from fsdp_inspect.trace.host_work import (
     MOST_BATCHES,
     MOST_BREAKS,
     MOST_STOPS,
+    PAGEABLE_COPY,
     PRINTED,
     BatchWork,
     GraphBreak,
@@ -55,6 +56,8 @@ _READS = {
     "__format__": PRINTED,
 }
 """The methods of `torch.Tensor` that need a value on the host, and their names in texts."""
+_OF_DEVICE = {"unique": "unique()", "equal": "equal()", "__index__": "int(tensor)"}
+"""More of them, which are plain compute on a CPU."""
 _WAITS = ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"))
 _EXACT, _ONE_OF = 1000, 64
 """The reads of a step that are all timed. After them, one of 64 stands for the others, because a
@@ -134,7 +137,7 @@ class StopCounter:
         self._clock_ns = _time_nothing()
         patches.on_undo(self._reads.undo)
         reads = self._reads
-        for name, what in _READS.items():
+        for name, what in (_READS | (_OF_DEVICE if self._on_device else {})).items():
             wrap = self._wrap(getattr(torch.Tensor, name), what, self._counts_read)
             reads.set_attribute(torch.Tensor, name, wrap)
         index = self._wrap(torch.Tensor.__getitem__, BOOLEAN_MASK, _has_mask)
@@ -142,6 +145,10 @@ class StopCounter:
         for owner, name in _WAITS:
             wrap = self._wrap(getattr(owner, name), "synchronize()", self._counts_read)
             reads.set_attribute(owner, name, wrap)
+        if self._on_device:
+            for name in ("to", "cuda"):
+                copy = self._wrap_copy(getattr(torch.Tensor, name))
+                reads.set_attribute(torch.Tensor, name, copy)
 
     def _wrap(
         self, original: Callable[..., Any], what: str, counts: Callable[[Any], bool]
@@ -168,6 +175,35 @@ class StopCounter:
                 self._note(what, now() - start_ns, sys._getframe(1))
 
         return read
+
+    def _wrap_copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls a method, and times copies that stop the host."""
+        session, now = self._session, time.perf_counter_ns
+
+        @functools.wraps(original)
+        def copy(*args: Any, **kwargs: Any) -> Any:
+            call: Callable[..., Any] = original
+            if has_torch_function(args):
+                call = functools.partial(handle_torch_function, original, args)
+            if not session.detail or not session.active or self._is_inside:
+                return call(*args, **kwargs)
+            start_ns = now()
+            result = call(*args, **kwargs)
+            self._note_copy(args[0], result, kwargs, now() - start_ns, sys._getframe(1))
+            return result
+
+        return copy
+
+    def _note_copy(
+        self, source: Any, result: Any, options: Any, duration_ns: int, frame: FrameType
+    ) -> None:
+        try:
+            what = _name_copy(source, result, options)
+        except Exception as error:
+            self._session.fail(error)
+        else:
+            if what:
+                self._note(what, duration_ns, frame)
 
     def _counts_read(self, args: Any) -> bool:
         """Whether this read is timed: each of the first ones in a step, later one of many."""
@@ -333,6 +369,16 @@ def _time_nothing() -> int:
 @unseen
 def _is_on_host(tensor: Any) -> bool:
     return bool(getattr(tensor, "is_cpu", False))
+
+
+@unseen
+def _name_copy(source: torch.Tensor, result: Any, options: dict[str, Any]) -> str:
+    """The name of a copy between host and device that stops the host; empty: it does not."""
+    if _is_on_host(source) == _is_on_host(result):
+        return ""
+    if _is_on_host(source):
+        return "" if source.is_pinned() else PAGEABLE_COPY
+    return "" if options.get("non_blocking") else '.to("cpu")'
 
 
 def _has_mask(args: Any) -> bool:

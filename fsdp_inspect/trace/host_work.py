@@ -19,6 +19,7 @@ DEVICE_ALLOCATION = STOP_NAMES[EventKind.DEVICE_ALLOCATION]
 KERNEL_LOADING = STOP_NAMES[EventKind.KERNEL_LOADING]
 BOOLEAN_MASK = "boolean mask"
 PRINTED = "printing a tensor"
+PAGEABLE_COPY = "copy from pageable memory"
 LEAST_FAULTS_PER_S = 50.0
 """From this rate of major page faults, a process spends its time on them. Each takes 0.1 ms (a fast
 SSD) to 10 ms."""

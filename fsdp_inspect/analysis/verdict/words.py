@@ -40,6 +40,7 @@ from fsdp_inspect.trace.host_work import (
     DEVICE_ALLOCATION,
     GRAPH_CAPTURE,
     KERNEL_LOADING,
+    PAGEABLE_COPY,
     PRINTED,
 )
 
@@ -238,7 +239,10 @@ def _name_reads(reads: Sequence[HostStopCost]) -> str:
     ]
     if not named:
         return ""
-    return f"Remove synchronisations from the step: {listed(named[:3], 3)}."
+    pin = " Pin the batches (pin_memory=True) and copy them with non_blocking=True."
+    is_pageable = any(stop.what == PAGEABLE_COPY and stop.place for stop in reads)
+    sentence = f"Remove synchronisations from the step: {listed(named[:3], 3)}."
+    return sentence + (pin if is_pageable else "")
 
 
 _DRIVER_REMEDIES = {

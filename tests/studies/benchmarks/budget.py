@@ -2,8 +2,9 @@
 
 The recorder keeps its state between its windows, so each window is one of a long run: most of its
 steps are plain, and blocks of detailed steps are spread over it. Its first window contains the
-detailed steps at the start, and counts. `torch.profiler` runs in shorter
-windows, because it keeps each event in memory; its cost is that of a step.
+detailed steps at the start, and counts. The windows of a round are interleaved in parts of some
+seconds, in random order, because the speed of a shared machine changes within minutes. The profiler
+runs in one part of a round, because it keeps each event in memory; its cost is that of a step.
 
 A run's own statement about its recorder (`measure_recorder_cost`) is printed next to the paired
 measurement from outside.
@@ -12,6 +13,7 @@ measurement from outside.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,7 @@ from tests.studies.benchmarks.ranks import NUM_RANKS, on_each_rank, run_ranks
 from tests.studies.benchmarks.workload import NUM_BLOCKS, Workload
 
 BUDGETS = ("1%", "3%")
-_PROFILED_PART = 10
-"""A window of the profiler has this fraction of the steps."""
+_PART_STEPS = 50
 
 
 def _measure_rank(runtime: Runtime, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -58,12 +59,22 @@ def _measure_rank(runtime: Runtime, folder: Path, options: dict[str, Any]) -> di
         PROFILED: Profiled(bare),
     }
     order, samples, step = random.Random(0), empty_samples(list(modes)), 0
+    num_parts = options["steps"] // _PART_STEPS
     for _ in range(options["rounds"]):
-        for name in order.sample(list(modes), len(modes)):
-            steps = options["steps"] // (_PROFILED_PART if name == PROFILED else 1)
-            spent = measure_window(modes[name], step, steps, runtime.device, recorded.keepers)
-            step += 2 * options["steps"]
-            for clock, ns in spent.items():
+        spent = {name: Counter[str]() for name in modes}
+        profiled = order.randrange(num_parts)
+        for part in range(num_parts):
+            for name in order.sample(list(modes), len(modes)):
+                if name != PROFILED or part == profiled:
+                    spent[name].update(
+                        measure_window(
+                            modes[name], step, _PART_STEPS, runtime.device, recorded.keepers
+                        )
+                    )
+                    step += 2 * _PART_STEPS
+        for name, clocks in spent.items():
+            steps = _PART_STEPS * (1 if name == PROFILED else num_parts)
+            for clock, ns in clocks.items():
                 samples[name][clock].append(ns // steps)
     recorded.close()
     return {"samples": samples}
@@ -85,9 +96,9 @@ def _measure_one(folder: Path, budget: str, rounds: int, steps: int) -> Iterator
     samples = combine([answer["samples"] for answer in run_ranks(__name__, options, folder)])
     what = (
         f"Measured: {rounds} rounds of {steps} steps a mode in one session, {NUM_RANKS} gloo "
-        f"ranks, trainer preset tiny with {NUM_BLOCKS} blocks, modes in random order within a "
-        f"round; the profiler runs {steps // _PROFILED_PART} steps; median ratio to the bare "
-        "window of the same round, bootstrap over rounds."
+        f"ranks, trainer preset tiny with {NUM_BLOCKS} blocks, modes in random order in each part "
+        f"of {_PART_STEPS} steps; the profiler runs in one part of a round; median ratio to the "
+        "bare window of the same round, bootstrap over rounds."
     )
     for label, times in (("CPU time", cpu_ns(samples)), ("wall time", wall_ns(samples))):
         bare, again, own, profiled = (
