@@ -1,10 +1,11 @@
-"""Find the calls in a trace that stop the host, with the idle time of the device after them.
+"""Find the calls in a trace that stop the host, with the idle time of the device that they cause.
 
-They wait for the device, or have a long work of the driver: a new allocation, the capture of a CUDA
-graph, the loading of a kernel. After such a call the device has no work until the host launches the
-next kernel. That idle time is what the call costs; the time inside a wait is mostly work of the
-device. A line is known if the trace has stacks (`profile(with_stack=True)`); Kineto then states the
-first line of each function. Sources: names of the CUDA and HIP runtimes, CUPTI's kinds of overhead.
+After a wait for the device, the device has no work until the host launches the next kernel. That
+idle time is what the wait costs; the time inside it is mostly work of the device. The driver's own
+work (a new allocation, the capture of a CUDA graph, the loading of a kernel) costs the time inside
+the call in which the device is idle; after the call, the host may be slow for other reasons. A line
+is known if the trace has stacks (`profile(with_stack=True)`); Kineto then states the first line of
+each function. Sources: names of the CUDA and HIP runtimes, CUPTI's kinds of overhead.
 """
 
 import re
@@ -52,7 +53,7 @@ _DRIVER = {
 }
 """The calls of the driver that few steps need."""
 _WAITS, _OTHERS = -1, -2
-_NEVER = np.iinfo(np.int64).max
+_CAPTURE = "Capture"
 _READS = {
     "aten::_local_scalar_dense": ".item()",
     "aten::item": ".item()",
@@ -95,18 +96,21 @@ def find_host_calls(
     if len(launches) == 0:
         return HostCalls(None, EventTable.empty())
     codes = np.array([_code_of(name) for name in trace.names], dtype=np.int64)
-    others = launches.where(codes[launches.name] == _OTHERS)
-    calls = join_columns([launches, trace.events[Category.OVERHEAD]])
-    calls = _join_captures(calls.where(codes[calls.name] != _OTHERS), trace.names)
+    waits = launches.where(codes[launches.name] == _WAITS)
+    waits = waits.where(np.argsort(waits.start_ns, kind="stable"))
+    idle_ns, has_next = _idle_after(waits, launches.where(codes[launches.name] == _OTHERS), busy)
+    driver = find_driver_calls(trace, busy)
+    lost_ns = driver.end_ns - driver.start_ns - busy.covered_ns(driver.start_ns, driver.end_ns)
+    calls = join_columns([waits.where(has_next), driver])
+    idle_ns = np.concatenate([idle_ns[has_next], lost_ns])
     code = codes[calls.name]
-    idle_ns, has_next = _idle_after(calls, others, busy)
     issues = Issues(calls.thread, calls.start_ns)
     unit, phase = unit_at(ranges, issues), phases.phase_of(calls.thread, calls.start_ns)
     place, reads = _lines(trace, calls), _reads(trace, calls)
     step = marks.of_issue(calls.start_ns)
     found: dict[tuple[str, str, int, int], list[int]] = {}
     steps: dict[tuple[str, str, int, int], set[int]] = {}
-    for at in np.flatnonzero((step != NOWHERE) & (has_next | (code != _WAITS))).tolist():
+    for at in np.flatnonzero(step != NOWHERE).tolist():
         what = reads[at] if code[at] == _WAITS else STOP_NAMES[EventKind(int(code[at]))]
         key = (what, place[at], int(phase[at]), int(unit[at]))
         if key not in found and len(found) >= MOST_STOPS:
@@ -136,16 +140,15 @@ def find_host_calls(
         sees_reads=True,
         stops=sorted(stops, key=lambda stop: -(stop.idle_ns or 0)),
     )
-    own = np.flatnonzero(code != _WAITS)
-    driver = make_rows(
-        code[own],
-        calls.start_ns[own],
-        calls.end_ns[own],
-        phase=phase[own],
+    rows = make_rows(
+        codes[driver.name],
+        driver.start_ns,
+        driver.end_ns,
+        phase=phases.phase_of(driver.thread, driver.start_ns),
         stream=Stream.HOST,
         method=Method.MEASURED,
     )
-    return HostCalls(activity, driver)
+    return HostCalls(activity, rows)
 
 
 def _code_of(name: str) -> int:
@@ -154,8 +157,31 @@ def _code_of(name: str) -> int:
     return next((int(kind) for kind, pattern in _DRIVER.items() if pattern.match(name)), _OTHERS)
 
 
+def find_driver_calls(trace: KinetoTrace, within: Intervals) -> EventColumns:
+    """The calls of the driver in order; one that begins a capture lasts until the capture ends.
+
+    Args:
+        trace: The trace.
+        within: Calls are cut at its begin and its end.
+    """
+    if not len(within):
+        return join_columns([])
+    codes = np.array([_code_of(name) for name in trace.names], dtype=np.int64)
+    calls = join_columns([trace.events[Category.LAUNCH], trace.events[Category.OVERHEAD]])
+    calls = _join_captures(calls.where(codes[calls.name] >= 0), trace.names)
+    first_ns, last_ns = int(within.starts[0]), int(within.ends[-1])
+    start_ns, end_ns = (np.clip(each, first_ns, last_ns) for each in (calls.start_ns, calls.end_ns))
+    return replace(calls, start_ns=start_ns, end_ns=end_ns).where(end_ns > start_ns)
+
+
+def find_captures(trace: KinetoTrace) -> HostRanges:
+    """The captures of CUDA graphs: what is launched in them does not run."""
+    calls = trace.events[Category.LAUNCH]
+    is_capture = np.array([_CAPTURE in name for name in trace.names], dtype=bool)
+    return HostRanges.of(_join_captures(calls.where(is_capture[calls.name]), trace.names))
+
+
 def _join_captures(calls: EventColumns, names: Sequence[str]) -> EventColumns:
-    """The calls in order; one that begins a capture lasts until the capture ends."""
     calls = calls.where(np.argsort(calls.start_ns, kind="stable"))
     begins, ends = (
         np.array([each in name for name in names], dtype=bool)[calls.name]
@@ -169,17 +195,11 @@ def _join_captures(calls: EventColumns, names: Sequence[str]) -> EventColumns:
 
 
 def _idle_after(
-    calls: EventColumns, launches: EventColumns, busy: Intervals
+    waits: EventColumns, launches: EventColumns, busy: Intervals
 ) -> tuple[Int64Array, NDArray[np.bool_]]:
-    """The device's idle time from each call to the next work or call; whether there is next work.
-
-    Args:
-        calls: The calls, by start.
-        launches: All other calls, of which some launch work.
-        busy: The times in which the device runs anything.
-    """
+    """The device's idle time from each wait to the start of the next work; whether there is one."""
     launched = np.sort(launches.start_ns)
-    place = np.searchsorted(launched, calls.end_ns)
+    place = np.searchsorted(launched, waits.end_ns)
     has_next = place < len(launched)
     # The next work starts at or after its launch: the first start on the device from then on.
     after_ns = launched[np.minimum(place, max(len(launched) - 1, 0))] if len(launched) else place
@@ -188,12 +208,15 @@ def _idle_after(
     begun = np.minimum(begun, max(len(busy.starts) - 1, 0))
     next_ns = busy.starts[begun] if len(busy.starts) else after_ns
     drained_ns = np.where(begun > 0, busy.ends[np.maximum(begun - 1, 0)], next_ns)
-    until_ns = np.minimum(next_ns, np.append(calls.start_ns[1:], _NEVER))
-    idle_ns = np.maximum(until_ns - np.maximum(drained_ns, calls.start_ns), 0)
-    running = np.searchsorted(busy.starts, calls.end_ns, side="right") - 1
+    idle_ns = np.maximum(next_ns - np.maximum(drained_ns, waits.start_ns), 0)
+    running = np.searchsorted(busy.starts, waits.end_ns, side="right") - 1
     if len(busy.starts):  # other streams may still work when the host goes on
-        idle_ns[(running >= 0) & (busy.ends[np.maximum(running, 0)] > calls.end_ns)] = 0
-    return np.where(has_next, idle_ns, 0), has_next
+        idle_ns[(running >= 0) & (busy.ends[np.maximum(running, 0)] > waits.end_ns)] = 0
+    # Several waits before one launch: the last of them counts.
+    next_ns = np.where(has_next, next_ns, NOWHERE)
+    is_last = np.ones(len(waits), dtype=bool)
+    is_last[:-1] = next_ns[1:] != next_ns[:-1]
+    return np.where(is_last & has_next, idle_ns, 0), has_next
 
 
 def _lines(trace: KinetoTrace, calls: EventColumns) -> list[str]:

@@ -14,7 +14,7 @@ from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.collective_rows import Owners, find_implied_owners, find_owners
 from fsdp_inspect.importing.communications import Communications, find_gloo
 from fsdp_inspect.importing.device_rows import DeviceRows, DeviceWork
-from fsdp_inspect.importing.host_calls import HostCalls, find_host_calls
+from fsdp_inspect.importing.host_calls import HostCalls, find_captures, find_host_calls
 from fsdp_inspect.importing.host_rows import HostRows
 from fsdp_inspect.importing.implied_units import imply_by_order, imply_by_size
 from fsdp_inspect.importing.kineto_events import Category, KinetoTrace, read_trace
@@ -90,6 +90,8 @@ def find_gaps(trace: KinetoTrace, backend: str, *, is_whole_trace: bool) -> Trac
     launches = trace.events[Category.LAUNCH]
     is_launch = np.array([bool(_LAUNCH.search(name)) for name in trace.names], dtype=bool)
     launches = launches.where(is_launch[launches.name])
+    captured = find_captures(trace).covers(launches.thread, launches.start_ns)
+    launches = launches.where(~captured)
     kernels, copies = trace.events[Category.KERNEL], trace.events[Category.MEMORY_COPY]
     known = np.concatenate([kernels.correlation, copies.correlation])
     has_work = np.isin(launches.correlation, known) | (launches.correlation < 0)

@@ -299,7 +299,7 @@ COMMUNICATION_RATIO = 0.05
 COLLECTION_RATIO = 0.05
 HOST_STOP_RATIO = 0.05
 LEAST_IDLE_RATIO = 0.01
-"""Less idle time of the device after calls of one kind is not worth a sentence."""
+"""Less idle time of the device in calls of one kind is not worth a sentence."""
 BETWEEN_RATIO = 0.10
 RECOMPUTE_RATIO = 0.15
 FIRST_GATHER_RATIO = 0.10

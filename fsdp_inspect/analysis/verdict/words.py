@@ -255,7 +255,7 @@ _DRIVER_REMEDIES = {
 
 
 def _name_driver_calls(facts: StepFacts) -> Iterator[str]:
-    """The calls of the driver that leave the device idle for a hundredth of the step."""
+    """The calls of the driver in which the device is idle for a hundredth of the step."""
     by_kind: dict[str, list[HostStopCost]] = {}
     for stop in facts.driver_calls:
         by_kind.setdefault(stop.what, []).append(stop)
@@ -265,7 +265,7 @@ def _name_driver_calls(facts: StepFacts) -> Iterator[str]:
             place = f", most at {shorten_place(stops[0].place)}" if stops[0].place else ""
             yield (
                 f"{_DRIVER_REMEDIES[what]} The device is idle for {format_ns(idle_ns)} a step "
-                f"after calls of this kind{place}."
+                f"during such calls{place}."
             )
 
 
