@@ -536,6 +536,13 @@ _ALL = (
         Better.LOWER,
     ),
     Metric(
+        "cpu_energy_j_per_step",
+        "CPU energy per step, J",
+        MetricUnit.NUMBER,
+        "mean power of all CPU packages of one host in timed steps (RAPL) x typical step",
+        Better.LOWER,
+    ),
+    Metric(
         "device_utilisation_ratio",
         "device utilisation",
         _RATIO,

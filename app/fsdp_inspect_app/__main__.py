@@ -51,7 +51,10 @@ def _prepare(chosen: argparse.Namespace) -> list[str]:
         exposure = describe_exposure(folder, host=host, port=port, has_token=token is not None)
         print(exposure, file=sys.stderr, flush=True)
     url = server_url(host, port, "/", proxy=proxy, token=token)
-    print(f"Dashboard of {folder or 'the samples'}: {url} (ready in a few seconds, Ctrl-C ends it)", flush=True)
+    print(
+        f"Dashboard of {folder or 'the samples'}: {url} (ready in a few seconds, Ctrl-C ends it)",
+        flush=True,
+    )
     pass_access(make_access(host, port, proxy, token))
     return server_command(folder, host=host, port=port, proxy=proxy)
 

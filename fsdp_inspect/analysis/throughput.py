@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.kernels import find_profile
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_scalars
@@ -45,6 +46,9 @@ class Throughput:
     """Energy of the GPU of `rank` in the typical step, J: mean power (NVML) x step time."""
     energy_j_per_token: float | None
     """Energy of all GPUs per token, J, if each takes the power of that one."""
+    cpu_energy_j_per_step: float | None
+    """Energy of all CPUs of the host of `rank` in the typical step, J: mean power (RAPL) x step
+    time. All ranks of a host share it."""
     rank: int
     device_utilisation_ratio: float | None
     """Mean over the timed steps of the fraction of time in which a kernel ran (NVML)."""
@@ -77,6 +81,7 @@ def measure_throughput(run: RunSource) -> Throughput | None:
     if mfu is None:
         mfu, mfu_origin = _mfu_of_kernels(run, step_time_ns)
     power_w = _mean_reading(run, member, "gpu_power_mw", 1e-3)
+    host_w = _mean_rise(run, member, "package_energy_uj", 1e-6)
     watts = None if power_w is None else power_w * run.manifest.world_size
     found = Throughput(
         tokens_per_s=tokens_per_s,
@@ -85,10 +90,11 @@ def measure_throughput(run: RunSource) -> Throughput | None:
         mfu_origin=mfu_origin,
         energy_j_per_step=None if power_w is None else power_w * step_time_ns / 1e9,
         energy_j_per_token=watts / tokens_per_s if watts and tokens_per_s else None,
+        cpu_energy_j_per_step=None if host_w is None else host_w * step_time_ns / 1e9,
         rank=member.rank,
         device_utilisation_ratio=_mean_reading(run, member, "gpu_utilisation_pct", 0.01),
     )
-    known = (tokens_per_s, mfu, power_w, found.device_utilisation_ratio)
+    known = (tokens_per_s, mfu, power_w, host_w, found.device_utilisation_ratio)
     return found if any(value is not None for value in known) else None
 
 
@@ -201,16 +207,29 @@ def _mfu_of_kernels(run: RunSource, step_time_ns: int) -> tuple[float | None, st
 
 def _mean_reading(run: RunSource, member: RankSteps, name: str, scale: float) -> float | None:
     """The mean reading of the device during the inspected steps; None without a reading."""
-    devices = run.devices(member.rank)
-    readings = getattr(devices, name)
-    is_known = readings >= 0
-    if not is_known.any():
-        return None
-    steps = run.events(member.rank, steps=member.steps.tolist(), kinds=[EventKind.STEP])
-    spans = Intervals.of(steps.start_ns, steps.end_ns)
-    is_inside = spans.covered_ns(devices.time_ns, devices.time_ns + 1) > 0
-    inside = readings[is_known & is_inside]
+    _, inside = _readings(run, member, name)
     return float(inside.mean()) * scale if len(inside) else None
+
+
+def _mean_rise(run: RunSource, member: RankSteps, name: str, scale: float) -> float | None:
+    """The mean rise of a counter per second during the inspected steps; None: unknown."""
+    times_ns, inside = _readings(run, member, name)
+    if len(inside) < 2 or times_ns[-1] == times_ns[0]:
+        return None
+    return float(inside[-1] - inside[0]) * scale * 1e9 / float(times_ns[-1] - times_ns[0])
+
+
+def _readings(
+    run: RunSource, member: RankSteps, name: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The times and values of a column of the device samples in the inspected steps."""
+    devices = run.devices(member.rank)
+    devices = devices.where(getattr(devices, name) >= 0)
+    if len(devices):
+        steps = run.events(member.rank, steps=member.steps.tolist(), kinds=[EventKind.STEP])
+        spans = Intervals.of(steps.start_ns, steps.end_ns)
+        devices = devices.where(spans.covered_ns(devices.time_ns, devices.time_ns + 1) > 0)
+    return devices.time_ns, getattr(devices, name)
 
 
 # --- Count what a token multiplies in a model, from the recorded shapes of its parameters.

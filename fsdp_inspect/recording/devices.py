@@ -23,7 +23,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -253,6 +253,8 @@ def _open_host(training_thread: int, note: Callable[[str], None]) -> list[_Probe
     status = "/proc/self/status"
     if Path(status).exists():
         probes.append(_Probe("Swapped memory", partial(_read_swap, status)))
+    if packages := _find_packages():
+        probes.append(_Probe("The energy of the CPUs", _PackageEnergy(packages)))
     try:
         import psutil
     except ImportError:
@@ -297,6 +299,40 @@ def _read_swap(status: str) -> Mapping[str, int]:
     """`VmSwap` of proc(5); missing if the kernel has no swap."""
     _, found, rest = _read_file(status).partition(b"VmSwap:")
     return {"process_swap": int(rest.split()[0]) << 10} if found else {}
+
+
+def _find_packages(system: Path = Path("/sys")) -> list[Path]:
+    """The energy counters of CPU packages that this process may read; by default only root may."""
+    found = []
+    for folder in sorted((system / "class/powercap").glob("intel-rapl:*")):
+        with contextlib.suppress(OSError, ValueError):
+            # The parts of a package are intel-rapl:0:0 and so on. AMD has the same names.
+            if (folder / "name").read_text().startswith("package"):
+                int((folder / "energy_uj").read_text())
+                found.append(folder)
+    return found
+
+
+class _PackageEnergy:
+    """The sum of the energy counters of some packages, each of which begins again at its limit."""
+
+    def __init__(self, packages: Sequence[Path]) -> None:
+        self._files = [str(folder / "energy_uj") for folder in packages]
+        self._limits = [
+            int((folder / "max_energy_range_uj").read_text()) + 1 for folder in packages
+        ]
+        self._last = self._read()
+        self._total = 0
+
+    def __call__(self) -> Mapping[str, int]:
+        now = self._read()
+        rises = zip(now, self._last, self._limits, strict=True)
+        self._total += sum((new - old) % limit for new, old, limit in rises)
+        self._last = now
+        return {"package_energy_uj": self._total}
+
+    def _read(self) -> list[int]:
+        return [int(_read_file(file)) for file in self._files]
 
 
 def _read_file(path: str) -> bytes:

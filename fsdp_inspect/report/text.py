@@ -472,6 +472,11 @@ def list_throughput(found: Throughput | None) -> Iterator[tuple[str, float, str]
             found.energy_j_per_token,
             f"all GPUs, if each takes the power of that of rank {found.rank}",
         ),
+        (
+            "cpu_energy_j_per_step",
+            found.cpu_energy_j_per_step,
+            f"power of all CPUs of the host of rank {found.rank}",
+        ),
     ):
         if value is not None:
             yield name, value, origin

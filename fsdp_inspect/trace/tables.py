@@ -284,6 +284,7 @@ class DeviceTable(Table):
         "gpu_clock_limits": np.int64,
         "major_faults": np.int64,
         "process_swap": np.int64,
+        "package_energy_uj": np.int64,
     }
 
     time_ns: NDArray[np.int64]
@@ -313,6 +314,8 @@ class DeviceTable(Table):
     """Pages that this process had to read from a disk. A counter: use differences."""
     process_swap: NDArray[np.int64]
     """Bytes of this process that are swapped out (Linux)."""
+    package_energy_uj: NDArray[np.int64]
+    """Energy of all CPU packages of the host (RAPL). A counter: use differences."""
 
 
 @dataclass(frozen=True, slots=True)

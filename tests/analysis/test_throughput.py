@@ -158,6 +158,18 @@ def test_the_energy_is_the_power_of_a_gpu_in_timed_steps():
     assert "if each takes the power" in text_of(render_summary(measure_summary(run)), width=160)
 
 
+def test_the_energy_of_the_cpus_is_the_rise_of_their_counter_in_timed_steps():
+    # 120 W between the two readings in timed steps.
+    readings = [(50_000_000, 0), (150_000_000, 5_000_000), (350_000_000, 29_000_000)]
+    rows = [
+        dict.fromkeys(DeviceTable.DTYPES, -1) | {"time_ns": time, "package_energy_uj": energy}
+        for time, energy in readings
+    ]
+    run = build().build(device_tables={0: DeviceTable.from_rows(rows), 1: devices([])})
+    assert measure_throughput(run).cpu_energy_j_per_step == pytest.approx(12)
+    assert "CPU energy per step" in text_of(render_summary(measure_summary(run)), width=160)
+
+
 def kernels_of(flops):
     columns = {name: [0] for name in KernelColumns.model_fields}
     columns |= {"unit": [0], "flops": [flops], "count": [1], "time_ns": [10]}

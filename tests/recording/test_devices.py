@@ -478,3 +478,20 @@ def test_the_cores_of_this_process_are_those_of_the_system():
     found = devices.find_cores(None)
     assert devices.parse_cores(found.cores) == os.sched_getaffinity(0)
     assert found.device_node is None
+
+
+def test_the_energy_of_cpu_packages_goes_on_when_a_counter_begins_again(tmp_path):
+    names = {"intel-rapl:0": "package-0", "intel-rapl:0:0": "core", "intel-rapl:1": "package-1"}
+    for folder, name in names.items():
+        path = tmp_path / "class/powercap" / folder
+        path.mkdir(parents=True)
+        (path / "name").write_text(f"{name}\n")
+        (path / "energy_uj").write_text("900\n")
+        (path / "max_energy_range_uj").write_text("999\n")
+    packages = devices._find_packages(tmp_path)
+    assert [folder.name for folder in packages] == ["intel-rapl:0", "intel-rapl:1"]
+    read = devices._PackageEnergy(packages)
+    (packages[0] / "energy_uj").write_text("950\n")
+    (packages[1] / "energy_uj").write_text("20\n")
+    assert read() == {"package_energy_uj": 50 + 120}
+    assert devices._find_packages(tmp_path / "nowhere") == []

@@ -336,6 +336,7 @@ _COUNTERS = (
     ("nvlink_rx_bytes", "NVLink, received", "bytes/s", 1.0),
     ("run_delay_ns", "training thread waits for a core", "%", 1e-7),
     ("major_faults", "pages read from a disk", "per s", 1.0),
+    ("package_energy_uj", "power of the host's CPUs", "W", 1e-6),
 )
 """Column, label, unit, and the factor from a rate of the column per second to the unit."""
 

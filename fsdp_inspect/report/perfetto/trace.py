@@ -414,6 +414,7 @@ _DEVICE_NAMES = {
     "gpu_clock_limits": "limits of the GPU clock (bits of NVML)",
     "major_faults": "major page faults (since the start of the process)",
     "process_swap": "process memory in swap (bytes)",
+    "package_energy_uj": "energy of the host's CPUs (µJ since the first sample)",
 }
 """The track names of all columns of `DeviceTable` that change with time."""
 
