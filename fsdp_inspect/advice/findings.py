@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow
-from fsdp_inspect.advice.setting_findings import find_costly_settings
+from fsdp_inspect.advice.setting_findings import find_costly_settings, write_sharding
 from fsdp_inspect.advice.trace_findings import find_in_trace
 from fsdp_inspect.analysis.memory.fit import FitVerdict
 from fsdp_inspect.analysis.memory.sharding_worth import (
@@ -414,9 +414,5 @@ def _shard(evidence: Evidence, memory: WholeMemory) -> Iterator[Finding]:
             added_high_bytes=0,
         ),
         assumptions=("The gathered units and their buffers take a part of the saving.",),
-        snippet=(
-            "for block in model.layers:  # the blocks of your model\n"
-            "    fully_shard(block, mesh=mesh)\n"
-            "fully_shard(model, mesh=mesh)"
-        ),
+        snippet=write_sharding(evidence.manifest),
     )

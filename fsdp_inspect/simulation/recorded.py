@@ -351,8 +351,9 @@ def expect_simulated_sharder(manifest: RunManifest) -> None:
     """
     sharder = manifest.sharder_traits
     if sharder.why_not_simulated is not None:
+        what = "has no plan to simulate" if sharder.has_buckets else "cannot be simulated"
         raise MissingDataError(
-            f"Run {manifest.run_id!r} cannot be simulated: it uses {sharder.title}. "
+            f"Run {manifest.run_id!r} {what}: it uses {sharder.title}. "
             f"{sharder.why_not_simulated} Expected units of fully_shard (FSDP2). `fsdp-inspect "
             "show RUN exposed` shows the measured waits."
         )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.memory.fit import FitVerdict, judge_fit
 from fsdp_inspect.analysis.step_selection import collective_rows
 from fsdp_inspect.analysis.trust import MAX_OTHER_RATIO
@@ -24,6 +25,7 @@ from fsdp_inspect.columns import TableSpec, metric_column, unit_column
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.formatting import format_bytes, format_ratio
 from fsdp_inspect.results import Result, to_plain
+from fsdp_inspect.simulation.buckets import measure_buckets
 from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.simulation.network import NodeLink, Pace, unknown_latencies
 from fsdp_inspect.simulation.parameters import smaller_group
@@ -335,6 +337,33 @@ def _doubt_fit(
             f"Cannot tell whether the plan fits: with {format_ratio(margin)} for its error, the "
             f"predicted peak of {format_bytes(peak)} exceeds the {tensors}."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """How well the simulation gives the recorded steps with the recorded settings."""
+
+    error: float | None
+    """Simulated / measured step time, - 1; None: the run cannot be simulated."""
+    refusal: str = ""
+    """The reason why it cannot be simulated."""
+
+
+def measure_self_check(run: RunSource) -> SelfCheck:
+    """Simulate the recorded plan or the recorded buckets, and compare with the measured step."""
+    return remember(run, "self-check", partial(_measure_self_check, run))
+
+
+def _measure_self_check(run: RunSource) -> SelfCheck:
+    try:
+        if run.manifest.sharder_traits.has_buckets:
+            buckets = measure_buckets(run)
+            simulated_ns = buckets.simulate(buckets.recorded).step_time_ns
+            return SelfCheck(simulated_ns / buckets.step_time_ns - 1)
+        work = measure_work(run)
+        return SelfCheck(work.simulate().duration_ns / work.step_time_ns - 1)
+    except (MissingDataError, PlanError) as error:
+        return SelfCheck(None, str(error))
 
 
 def replay(work: RecordedWork) -> SimulatedPlan:

@@ -4,6 +4,7 @@
 newer minor version may add. Writing is strict.
 """
 
+import shlex
 from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum, StrEnum
 from itertools import groupby
@@ -502,6 +503,16 @@ class RunManifest(Record):
         """
         is_sharded = not any(unit.is_replicated for unit in self.units)
         return bool(self.plan) and self.source != "imported" and is_sharded
+
+    @property
+    def launch_line(self) -> str:
+        """The command that started the ranks, for a shell; empty: unknown.
+
+        A comment says if it is the command of one rank, because the starter is unknown.
+        """
+        line = shlex.join(self.code.launch or self.command)
+        is_of_one = self.source == "recorded" and self.world_size > 1 and not self.code.launched_at
+        return f"{line}  # one of {self.world_size} ranks" if line and is_of_one else line
 
     @property
     def torch_release(self) -> tuple[int, int]:

@@ -200,8 +200,14 @@ def _ask_dtypes() -> bool:
 
 
 def _show_refusal(advice: Advice, manifest: RunManifest) -> None:
-    with show_card("This run cannot be simulated", key="refusal"):
+    traits = manifest.sharder_traits
+    title = "This run cannot be simulated"
+    if traits.has_buckets:
+        title = f"{traits.title} has buckets instead of a plan"
+    with show_card(title, key="refusal"):
         show_text(plain(advice.refusal or ""))
+        if traits.has_buckets:
+            page_link("what_if")
         show_why_not_simulated(manifest)
 
 

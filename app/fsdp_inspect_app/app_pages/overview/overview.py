@@ -9,7 +9,9 @@ import streamlit as st
 
 from fsdp_inspect import Run
 from fsdp_inspect.advice.run_advice import find_findings
+from fsdp_inspect.analysis.context import try_measure
 from fsdp_inspect.analysis.scalars import find_loss
+from fsdp_inspect.analysis.step_waits import find_data_wait
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.analysis.verdict import COMPARE_PLANS
 from fsdp_inspect.analysis.verdict.facts import OF_WAITS
@@ -34,11 +36,11 @@ from fsdp_inspect.report.charts.results import (
 )
 from fsdp_inspect.report.text import list_throughput
 from fsdp_inspect.report.wording import (
+    describe_main_cause,
     describe_memory_method,
     describe_provenance,
     describe_trust,
     describe_typical,
-    format_error,
     format_kind,
     format_metric,
 )
@@ -56,7 +58,11 @@ from fsdp_inspect.result_types import (
     Verdict,
 )
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.app_pages.advice.search import known_advice, search_in_background
+from fsdp_inspect_app.app_pages.advice.search import (
+    known_advice,
+    known_self_check,
+    search_in_background,
+)
 from fsdp_inspect_app.app_pages.overview.frames import (
     frame_breakdown,
     name_owner,
@@ -103,7 +109,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     show_run_header(manifest, summary, beside=partial(_show_buttons, run))
     _show_answer(entry, run)
     _show_step(run)
-    _show_worst_units(summary.exposed)
+    _show_worst_units(summary)
     with show_fold("All numbers", key="numbers"):
         _show_key_numbers(summary)
     with show_fold("Waits of all units", key="waits"):
@@ -132,6 +138,8 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
     """Show what limits the step, why, and what to do, in three lines."""
     summary = run.summary()
     verdict = summary.verdict
+    with_advice = next(iter(verdict.next_steps), "") == COMPARE_PLANS
+    problem = search_in_background(entry, run, with_advice=with_advice)
     with st.container(key="answer", gap="xxsmall"):
         with _line("Limited by" if verdict.because else "Verdict"):
             show_headline(plain(verdict.sentence))
@@ -139,22 +147,17 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
             show_text(plain(verdict.because or verdict.why), width="stretch")
             if summary.breakdown is not None:
                 page = _page_of_limit(verdict)
-                shown = _evidence_of(page, summary.breakdown, summary)
+                shown = _evidence_of(page, summary.breakdown, run)
                 page_link(page, "Show evidence", icon=":material/arrow_forward:", **shown)
         with _line("Do"):
-            _show_what_to_do(entry, run)
+            _show_what_to_do(entry, run, problem)
         with _line("Trust"):
-            show_text(plain(_describe_trust(entry, run)), width="stretch")
+            trust, check = measure_trust(run.source), known_self_check(entry)
+            show_text(plain(describe_trust(trust, summary, check)), width="stretch")
         with _line("Numbers"):
             show_text(plain(_describe_numbers(summary)), width="stretch")
-
-
-def _describe_trust(entry: RunEntry, run: Run) -> str:
-    summary, advice = run.summary(), known_advice(entry)
-    self_check = "not run"
-    if advice is not None:
-        self_check = format_error(advice.plan.replay_error) if advice.plan else "not possible"
-    return describe_trust(measure_trust(run.source), summary, self_check)
+    if problem == "":
+        _await_search(entry, run, with_advice=with_advice)
 
 
 def _describe_numbers(summary: Summary) -> str:
@@ -163,7 +166,9 @@ def _describe_numbers(summary: Summary) -> str:
     peak = format_bytes(summary.peak_allocated_bytes)
     facts = [
         f"step {format_ns(times.typical)}" if times else "",
-        "" if summary.exposed_ns is None else f"{format_ns(summary.exposed_ns)} exposed",
+        ""
+        if summary.exposed_ns is None
+        else f"{format_ns(summary.exposed_ns)} exposed{_on(summary)}",
         f"peak {peak}{f' of {format_bytes(device)}' if device else ''}",
     ]
     facts += [
@@ -172,6 +177,11 @@ def _describe_numbers(summary: Summary) -> str:
         if not name.startswith("energy")
     ]
     return " · ".join(filter(None, facts))
+
+
+def _on(summary: Summary) -> str:
+    """The rank that the times are of; empty if there is one rank."""
+    return "" if summary.world_size == 1 else f" on rank {summary.median_rank}"
 
 
 def _more_numbers(summary: Summary) -> list[tuple[str, float, str]]:
@@ -191,7 +201,7 @@ def _line(label: str) -> Iterator[None]:
         yield
 
 
-def _show_what_to_do(entry: RunEntry, run: Run) -> None:
+def _show_what_to_do(entry: RunEntry, run: Run, problem: str | None) -> None:
     """Show the first step to take; the page Advice and this line have one source."""
     first = next(iter(run.summary().verdict.next_steps), "")
     if first != COMPARE_PLANS:
@@ -202,27 +212,33 @@ def _show_what_to_do(entry: RunEntry, run: Run) -> None:
         show_text(plain(describe_recommendation(advice)), width="stretch")
         page_link("advice")
         return
-    _await_advice(entry, run)
-
-
-@st.fragment(run_every=_LOOK_EVERY_S)
-def _await_advice(entry: RunEntry, run: Run) -> None:
-    """Search the best change in the background; its result replaces this line."""
-    if known_advice(entry) is not None:
-        st.rerun()
-    problem = search_in_background(entry, run)
     show_text(plain(problem or "Searching for the best change by simulation ..."), width="stretch")
 
 
-def _evidence_of(page: str, step: StepBreakdown, summary: Summary) -> dict[str, Value]:
+@st.fragment(run_every=_LOOK_EVERY_S)
+def _await_search(entry: RunEntry, run: Run, *, with_advice: bool) -> None:
+    """Show the page again when the search in the background has ended."""
+    if search_in_background(entry, run, with_advice=with_advice) != "":
+        st.rerun()
+
+
+def _evidence_of(page: str, step: StepBreakdown, run: Run) -> dict[str, Value]:
     """The selection that shows the evidence of the verdict on that page."""
+    summary = run.summary()
     if page == "memory":
         return {RANK_KEY: summary.memory.peak_rank, STEP_KEY: None}
     if page == "ranks":
         rank = summary.verdict.numbers["straggler_rank"]
         return {RANK_KEY: None if rank is None else int(rank), STEP_KEY: None}
     shown: dict[str, Value] = {STEP_KEY: step.closest_step, RANK_KEY: step.rank}
-    is_wait = summary.verdict.of_speed.limit in OF_WAITS
+    limit = summary.verdict.of_speed.limit
+    wait = try_measure(find_data_wait, run.source, []) if limit is Limit.INPUT else None
+    if wait is not None:
+        around = (wait.end_ns - wait.start_ns) // 2
+        shown[STEP_KEY] = wait.step
+        shown["window"] = f"{max(wait.start_ns - around, 0)}-{wait.end_ns + around}"
+        shown["range"] = f"{wait.rank}-{wait.start_ns}-{wait.end_ns}"
+    is_wait = limit in OF_WAITS
     owner = next(iter(summary.exposed.owners), None) if is_wait and summary.exposed else None
     if owner is not None and owner.fqn is not None:
         shown[UNIT_KEY] = format_unit(owner.fqn)
@@ -344,7 +360,7 @@ def _show_step(run: Run) -> None:
             "time within these parts"
         )
     show_chart_card(
-        f"Typical step: {format_ns(breakdown.step_time_ns)}",
+        f"Typical step{_on(summary)}: {format_ns(breakdown.step_time_ns)}",
         draw_breakdown(breakdown),
         frame_breakdown(breakdown, in_kernel_trace=summary.is_kernel_trace),
         key="breakdown",
@@ -412,11 +428,12 @@ def _show_owners(run: Run) -> None:
     )
 
 
-def _show_worst_units(exposed: Exposed | None) -> None:
+def _show_worst_units(summary: Summary) -> None:
     """Show the owners of the largest waits, one line each."""
+    exposed = summary.exposed
     worst = [owner for owner in exposed.owners if owner.exposed_ns] if exposed else []
     if worst:
-        with show_card("Largest waits of a unit, per step", key="worst"):
+        with show_card(f"Largest waits of a unit{_on(summary)}, per step", key="worst"):
             for owner in worst[:_TOP_UNITS]:
                 _show_owner(owner)
 
@@ -425,8 +442,8 @@ def _show_owner(owner: ExposedOwner) -> None:
     """Show one line with a link to the unit: its exposed wait and the main cause."""
     place = f" in {owner.phase}" if owner.phase in ("forward", "backward") else ""
     facts = [format_ns(owner.exposed_ns), f"{format_kind(owner.kind)}{place}"]
-    facts += [f"mostly {format_cause(cause)}" for cause in list(owner.causes_ns)[:1]]
-    sentence = plain(" " + " · ".join(facts))
+    facts.append(describe_main_cause([owner]))
+    sentence = plain(" " + " · ".join(filter(None, facts)))
     if owner.fqn is None:
         page_link("timeline", plain(name_owner(owner)) + sentence, **{UNIT_KEY: None})
         return
@@ -496,7 +513,7 @@ def _show_about(manifest: RunManifest, summary: Summary) -> None:
     if not panel.open:
         return
     with panel:
-        show_code(" ".join(manifest.command) or "(no command recorded)", key="launch")
+        show_code(manifest.launch_line or "(no command recorded)", key="launch")
         st.dataframe(frame_about(manifest, summary), hide_index=True, alt="Facts about this run")
 
 

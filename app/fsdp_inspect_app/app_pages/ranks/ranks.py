@@ -186,6 +186,7 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
         return
     highest = grid.highest
     amount = format_metric(grid.metric, highest.value)
+    which = "highest timed step" if grid.left_out else "highest step"
     of_all = (
         f"{len(grid.ranks)} ranks"
         if len(grid.ranks) == grid.num_all_ranks
@@ -193,8 +194,8 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
     )
     note = (
         f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
-        f"{len(grid.steps)} steps. Highest in a timed step: {amount}, rank {highest.rank}, step "
-        f"{highest.step}. Colors span the 1st to the 99th percentile of timed steps. Click a cell "
+        f"{len(grid.steps)} steps. {which.capitalize()}: {amount}, rank {highest.rank}, step "
+        f"{highest.step}. Colors span the 1st to the 99th percentile of these steps. Click a cell "
         "to open its rank and step. " + describe_provenance(summary.provenance, "step")
     )
     show_chart_card(
@@ -202,14 +203,14 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
         draw_grid(grid, rank=rank, step=step),
         partial(frame_grid, grid),
         key="rank-grid",
-        alt=f"A map of {metric.label}: {of_all} by {len(grid.steps)} steps. Highest: {amount} "
-        f"on rank {highest.rank} in step {highest.step}",
+        alt=f"A map of {metric.label}: {of_all} by {len(grid.steps)} steps. {which.capitalize()}: "
+        f"{amount} on rank {highest.rank} in step {highest.step}",
         note=note,
         on_click=partial(_open_cell, grid),
     )
     page_link(
         "ranks",
-        f"Open the highest: rank {highest.rank}, step {highest.step}",
+        f"Open the {which}: rank {highest.rank}, step {highest.step}",
         icon=":material/search:",
         rank=highest.rank,
         step=highest.step,
