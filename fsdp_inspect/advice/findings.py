@@ -180,7 +180,7 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
     if cost is None:
         return Effect(sentence="None is predicted: the recorded data does not show the saving.")
     balanced = evidence.verdict.numbers.get("balanced_ns")
-    sentence = f"Saves at most {format_ns(cost)} a step, the whole cost."
+    sentence = f"Saves at most {format_ns(cost)} a step."
     if limit is Limit.STRAGGLER and balanced is not None:
         sentence = (
             f"Equal batches save about {format_ns(balanced)} a step: all ranks then process the "

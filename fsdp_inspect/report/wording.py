@@ -72,8 +72,10 @@ def describe_provenance(provenance: Provenance | None, *groups: str) -> str:
     return f"{'; '.join([source, *methods])}."
 
 
-def describe_trust(trust: Trust, summary: Summary, check: "SelfCheck | None") -> str:
-    """The evidence behind every number of a run, in one line.
+def describe_trust(
+    trust: Trust, summary: Summary, check: "SelfCheck | None"
+) -> list[tuple[str, str, str]]:
+    """The evidence behind every number of a run: what it is, its value, and a detail.
 
     Args:
         trust: The evidence.
@@ -83,14 +85,14 @@ def describe_trust(trust: Trust, summary: Summary, check: "SelfCheck | None") ->
     error = "being measured" if check is None else "not possible"
     if check is not None and check.error is not None:
         error = format_error(check.error)
-    cores = "unknown whether threads had a core"
-    if trust.run_delay is not None:
-        cores = f"threads without a core {format_ratio(trust.run_delay_ratio)} of the time"
-    steps = f"{trust.num_steps} typical of {plural(summary.num_timed_steps, 'timed step')}"
-    if trust.num_steps > 1:
-        steps += f", spread ±{format_ratio(trust.spread_ratio)}"
+    cores = MISSING if trust.run_delay is None else format_ratio(trust.run_delay_ratio)
+    spread = f"±{format_ratio(trust.spread_ratio)}" if trust.num_steps > 1 else MISSING
     ranks = f"{summary.num_ranks} of {plural(summary.world_size, 'rank')}"
-    return " · ".join([steps, cores, f"self-check {error}", ranks])
+    return [
+        ("Spread", spread, f"{plural(trust.num_steps, 'typical step')}, {ranks}"),
+        ("Without a core", cores, "of the time" if trust.run_delay else "not recorded"),
+        ("Self-check", error, "simulated / measured step"),
+    ]
 
 
 def describe_typical(summary: Summary) -> str:

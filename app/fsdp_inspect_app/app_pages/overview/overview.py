@@ -151,32 +151,30 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
                 page_link(page, "Show evidence", icon=":material/arrow_forward:", **shown)
         with _line("Do"):
             _show_what_to_do(entry, run, problem)
-        with _line("Trust"):
-            trust, check = measure_trust(run.source), known_self_check(entry)
-            show_text(plain(describe_trust(trust, summary, check)), width="stretch")
-        with _line("Numbers"):
-            show_text(plain(_describe_numbers(summary)), width="stretch")
+    _show_digest(entry, run)
     if problem == "":
         _await_search(entry, run, with_advice=with_advice)
 
 
-def _describe_numbers(summary: Summary) -> str:
-    """The numbers that a reader compares between runs, in one line."""
+def _show_digest(entry: RunEntry, run: Run) -> None:
+    """Show the numbers that a reader compares between runs, and the evidence behind them."""
+    summary = run.summary()
     times, device = summary.step_time_ns, summary.memory.device_bytes
-    peak = format_bytes(summary.peak_allocated_bytes)
-    facts = [
-        f"step {format_ns(times.typical)}" if times else "",
-        ""
-        if summary.exposed_ns is None
-        else f"{format_ns(summary.exposed_ns)} exposed{_on(summary)}",
-        f"peak {peak}{f' of {format_bytes(device)}' if device else ''}",
-    ]
-    facts += [
-        f"{format_metric(name, value)} {find_metric(name).label}"
-        for name, value, _ in _more_numbers(summary)
-        if not name.startswith("energy")
-    ]
-    return " · ".join(filter(None, facts))
+    rank = f"rank {summary.median_rank}" if times else None
+    trust = describe_trust(measure_trust(run.source), summary, known_self_check(entry))
+    show_tiles(
+        [
+            Tile("Step time", format_ns(times.typical if times else None), rank),
+            Tile("Exposed", format_ns(summary.exposed_ns), rank),
+            Tile(
+                "Peak allocated",
+                format_bytes(summary.peak_allocated_bytes),
+                f"of {format_bytes(device)}" if device else None,
+            ),
+            *(Tile(*fact) for fact in trust),
+        ],
+        border=False,
+    )
 
 
 def _on(summary: Summary) -> str:
@@ -350,14 +348,11 @@ def _show_step(run: Run) -> None:
             summary.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
         )
     )
-    below = []
-    if summary.exposed is not None and summary.exposed.causes_ns:
-        below.append(_describe_causes(summary.exposed))
     if breakdown.host_behind_ns:
         label = find_metric("host_behind_ns").label.capitalize()
-        below.append(
-            f"{label} **{format_ns(breakdown.host_behind_ns)}**: upper bound of the GPU's idle "
-            "time within these parts"
+        note += (
+            f" {label}: {format_ns(breakdown.host_behind_ns)}, an upper bound of the GPU's idle "
+            "time within these parts."
         )
     show_chart_card(
         f"Typical step{_on(summary)}: {format_ns(breakdown.step_time_ns)}",
@@ -366,7 +361,6 @@ def _show_step(run: Run) -> None:
         key="breakdown",
         alt=f"One bar of {format_ns(breakdown.step_time_ns)} with the parts {parts}",
         note=note,
-        below="\n\n".join(below),
     )
 
 
@@ -409,6 +403,8 @@ def _show_owners(run: Run) -> None:
     if exposed is None or not any(owner.exposed_ns for owner in exposed.owners):
         show_empty_card("Exposed waits by unit", "No exposed wait.", key="owners")
         return
+    if exposed.causes_ns:
+        show_text(_describe_causes(exposed))
     top = exposed.owners[0]
     note = (
         f"Typical step of rank {exposed.rank}. Waits that overlap count for each unit, so the bars "

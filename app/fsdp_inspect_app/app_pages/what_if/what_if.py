@@ -27,7 +27,7 @@ from fsdp_inspect.result_types import (
     RunManifest,
     Simulation,
 )
-from fsdp_inspect.simulation.buckets import BucketWork, change_buckets, measure_buckets
+from fsdp_inspect.simulation.buckets import BucketWork, change_buckets
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import UNITS_OF_PLAN
 from fsdp_inspect_app import loading
@@ -37,12 +37,14 @@ from fsdp_inspect_app.app_pages.what_if.simulation import (
     frame_parts,
     frame_peaks,
     prepare,
+    prepare_buckets,
     simulate_knobs,
 )
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     Tile,
     show_card,
+    show_caveats,
     show_chart_card,
     show_code,
     show_empty_card,
@@ -91,7 +93,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     show_run_header(run.manifest, run.summary())
     try:
         if run.manifest.sharder_traits.has_buckets:
-            _show_buckets(entry, loading.result_of(entry, measure_buckets))
+            _show_buckets(entry, loading.result_of(entry, prepare_buckets))
         else:
             _show_prepared(entry, run, loading.result_of(entry, prepare))
     except (MissingDataError, PlanError) as error:
@@ -125,8 +127,7 @@ def _show_prepared(entry: RunEntry, run: Run, prepared: PreparedRun) -> None:
         show_headline(plain(answer_simulation(simulation)))
         _show_numbers(simulation)
     with right:
-        for caveat in simulation.caveats:
-            st.warning(plain(caveat), icon=":material/warning:")
+        show_caveats(simulation.caveats)
         _show_steps(simulation)
         _show_peaks(simulation)
         _show_keep(entry, simulation, chosen, knobs, is_linked=start is not None)
@@ -420,8 +421,7 @@ def _show_buckets(entry: RunEntry, work: BucketWork) -> None:
             ]
         )
     with right:
-        for caveat in found.caveats:
-            st.warning(plain(caveat), icon=":material/warning:")
+        show_caveats(found.caveats)
         show_table_card(
             found.TABLE.title,
             frame_of(found.TABLE, found.rows()),
