@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiles(app: AppTest) -> dict[str, str]:
-    return {each.label: each.value.replace("\\", "") for each in app.metric}
+    return {each.label.replace("\\", ""): each.value.replace("\\", "") for each in app.metric}
 
 
 def test_other_buckets_have_the_numbers_of_the_command(

@@ -80,6 +80,8 @@ _MEASURE_KEY = "measure"
 _TABLE_KEY = "ranks-table"
 _MOST_REFUSALS = 4
 _PICKER_PX = 210
+_LAST_COLUMNS = ("host", "place", "communication_ns", "overlap_ratio")
+"""What a narrow page may cut."""
 _TILES = ("step_time_ns", "own_work_ns", "exposed_ns", "lateness_ns", "peak_allocated_bytes")
 
 
@@ -381,7 +383,9 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
     """Show all ranks; choosing a row opens its rank."""
     if not ranks.ranks:
         return
-    frame = frame_of(Ranks.TABLE, ranks.ranks)
+    names = [column.name for column in Ranks.TABLE.with_values(ranks.ranks).columns]
+    names.sort(key=lambda name: name in _LAST_COLUMNS)
+    frame = frame_of(Ranks.TABLE, ranks.ranks, *names)
     numbers = [row.rank for row in ranks.ranks]
     chosen = [numbers.index(shown)] if shown in numbers else []
     with show_card(f"Ranks: {len(ranks.ranks)}", key="all-ranks") as header:
