@@ -12,6 +12,7 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 
+from fsdp_inspect.formatting import WholeCategory
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.correctness import TrainingSeen
@@ -503,6 +504,11 @@ class RunManifest(Record):
         """
         is_sharded = not any(unit.is_replicated for unit in self.units)
         return bool(self.plan) and self.source != "imported" and is_sharded
+
+    def name_category(self, category: str) -> str:
+        """A memory category in the words of the run: without shards if all units are replicated."""
+        is_whole = bool(self.units) and all(unit.is_replicated for unit in self.units)
+        return WholeCategory(category) if is_whole else category
 
     @property
     def launch_line(self) -> str:
