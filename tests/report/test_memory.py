@@ -1,6 +1,7 @@
 from fsdp_inspect.analysis.memory.overview import measure_memory_overview
+from fsdp_inspect.formatting import format_category
 from fsdp_inspect.report.memory_wording import render_memory
-from fsdp_inspect.trace.codes import MemoryPoint, Phase
+from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.run import FailedRequest
 from tests.builders import MIB, RunBuilder, steady_run
 from tests.report import terminal_text as rendering

@@ -327,9 +327,9 @@ def _show_peak(overview: MemoryOverview) -> None:
         f"Memory at the peak by unit: {format_bytes(peak.bytes)}",
         draw_alive(peak, most=_MOST_OWNERS),
         frame_of(MemoryOverview.TABLE, peak.owners).rename(
-            columns={
-                f"{format_category(str(one.category))} (MiB)": f"{format_category(one.category)} (MiB)"
-                for one in peak.categories
+            columns={  # the table has the words of FSDP
+                f"{format_category(str(category))} (MiB)": f"{format_category(category)} (MiB)"
+                for category in (one.category for one in peak.categories)
             }
         ),
         key="memory-alive",
