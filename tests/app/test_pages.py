@@ -17,8 +17,10 @@ from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, forma
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.codes import EventKind, Phase
 from tests.app.conftest import HOSTILE_UNIT
-from tests.app.synthetic import make_run, write_run
+from tests.app.synthetic import MS, make_run, write_run
+from tests.builders import RunBuilder, write_run as write_built
 from tests.cases import mark_slow
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
@@ -217,6 +219,26 @@ def test_overview_shows_three_units_and_folds_the_rest(open_app):
         "Findings and further steps",
         "About this run",
     ]
+
+
+def test_the_evidence_of_a_wait_for_data_is_such_a_wait(open_app, tmp_path):
+    builder, start = RunBuilder(world_size=1), 0
+    rank = builder.rank(0)
+    for step in range(8):
+        data_ns = 60 * MS * (step % 2)  # every second step finds its batch ready
+        rank.step(step, start, start + 200 * MS)
+        rank.add(EventKind.DATA, start, start + data_ns, phase=Phase.DATA)
+        rank.add(EventKind.FORWARD, start + data_ns, start + 200 * MS, phase=Phase.FORWARD)
+        start += 200 * MS
+    write_built(builder.build(), tmp_path / "run")
+    app = open_app(tmp_path, "overview", run="run")
+    assert "The step is input-bound" in read(app)
+    (link,) = (one.proto for one in app.get("page_link") if "Show evidence" in one.proto.label)
+    query = parse_qs(link.query_string)
+    assert int(query["step"][0]) % 2 == 1
+    assert query["range"] == [f"0-0-{60 * MS}"]
+    app = open_app(tmp_path, "timeline", **{name: values[0] for name, values in query.items()})
+    assert not app.exception
 
 
 def test_overviews_step_adds_up(shown, runs_folder):
