@@ -5,7 +5,7 @@ The text is plain: each report escapes it for its format.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from math import isnan
 
 from rich.console import RenderableType
 
@@ -30,9 +30,6 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import render_table
-
-if TYPE_CHECKING:
-    from fsdp_inspect.simulation.simulate import SelfCheck
 
 _NO_NETWORK = "fake"
 """The backend of torch that an emulated run uses; its collectives transfer no data."""
@@ -73,25 +70,25 @@ def describe_provenance(provenance: Provenance | None, *groups: str) -> str:
 
 
 def describe_trust(
-    trust: Trust, summary: Summary, check: "SelfCheck | None"
+    trust: Trust, summary: Summary, error: float | None
 ) -> list[tuple[str, str, str]]:
     """The evidence behind every number of a run: what it is, its value, and a detail.
 
     Args:
         trust: The evidence.
         summary: The summary of the run.
-        check: The self-check of the simulation; None: it is not known yet.
+        error: `simulate.measure_self_check`; None: it is not known yet.
     """
-    error = "being measured" if check is None else "not possible"
-    if check is not None and check.error is not None:
-        error = format_error(check.error)
+    check = "being measured" if error is None else "not possible"
+    if error is not None and not isnan(error):
+        check = format_error(error)
     cores = MISSING if trust.run_delay is None else format_ratio(trust.run_delay_ratio)
     spread = f"±{format_ratio(trust.spread_ratio)}" if trust.num_steps > 1 else MISSING
     ranks = f"{summary.num_ranks} of {plural(summary.world_size, 'rank')}"
     return [
         ("Spread", spread, f"{plural(trust.num_steps, 'typical step')}, {ranks}"),
         ("Without a core", cores, "of the time" if trust.run_delay else "not recorded"),
-        ("Self-check", error, "simulated / measured step"),
+        ("Self-check", check, "simulated / measured step"),
     ]
 
 

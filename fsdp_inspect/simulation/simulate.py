@@ -8,6 +8,7 @@ It should contain 90% of the runs of a plan. Its constants come from six of the 
 validate`. docs/figures.md has the coverage, also for other loops.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -339,31 +340,20 @@ def _doubt_fit(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SelfCheck:
-    """How well the simulation gives the recorded steps with the recorded settings."""
-
-    error: float | None
-    """Simulated / measured step time, - 1; None: the run cannot be simulated."""
-    refusal: str = ""
-    """The reason why it cannot be simulated."""
-
-
-def measure_self_check(run: RunSource) -> SelfCheck:
-    """Simulate the recorded plan or the recorded buckets, and compare with the measured step."""
+def measure_self_check(run: RunSource) -> float:
+    """The error of the step that is simulated as recorded; NaN: the run cannot be simulated."""
     return remember(run, "self-check", partial(_measure_self_check, run))
 
 
-def _measure_self_check(run: RunSource) -> SelfCheck:
+def _measure_self_check(run: RunSource) -> float:
     try:
         if run.manifest.sharder_traits.has_buckets:
             buckets = measure_buckets(run)
-            simulated_ns = buckets.simulate(buckets.recorded).step_time_ns
-            return SelfCheck(simulated_ns / buckets.step_time_ns - 1)
+            return buckets.simulate(buckets.recorded).step_time_ns / buckets.step_time_ns - 1
         work = measure_work(run)
-        return SelfCheck(work.simulate().duration_ns / work.step_time_ns - 1)
-    except (MissingDataError, PlanError) as error:
-        return SelfCheck(None, str(error))
+        return work.simulate().duration_ns / work.step_time_ns - 1
+    except (MissingDataError, PlanError):
+        return math.nan
 
 
 def replay(work: RecordedWork) -> SimulatedPlan:

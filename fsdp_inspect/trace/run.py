@@ -500,10 +500,12 @@ class RunManifest(Record):
     def can_rank_plans(self) -> bool:
         """Whether other plans can be simulated, as far as the manifest shows it.
 
-        This requires a plan, which no import has, and that all units are sharded.
+        This requires a plan, which no import has, a sharder whose schedule is simulated, and that
+        all units are sharded.
         """
         is_sharded = not any(unit.is_replicated for unit in self.units)
-        return bool(self.plan) and self.source != "imported" and is_sharded
+        is_known = bool(self.plan) and self.source != "imported"
+        return is_known and is_sharded and self.sharder_traits.is_simulated
 
     def name_category(self, category: str) -> str:
         """A memory category in the words of the run: without shards if all units are replicated."""

@@ -61,7 +61,7 @@ def test_overlap_is_an_option_without_a_value(folder: Path, invoke: Invoke) -> N
 
 
 def test_the_self_check_is_one_number(folder: Path, open_app: OpenApp) -> None:
-    error = format_error(measure_self_check(open_run(folder / "ddp")).error)
+    error = format_error(measure_self_check(open_run(folder / "ddp")))
     app = open_app(folder, "overview", run="ddp")
     for search in [each for each in threading.enumerate() if each.name == "search"]:
         search.join(60)

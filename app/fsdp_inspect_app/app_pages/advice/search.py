@@ -9,7 +9,7 @@ import streamlit as st
 
 from fsdp_inspect import Run
 from fsdp_inspect.result_types import Advice, AdviceRequest, RunEntry
-from fsdp_inspect.simulation.simulate import SelfCheck, measure_self_check
+from fsdp_inspect.simulation.simulate import measure_self_check
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.knobs import PLAN_FILE
 
@@ -58,13 +58,13 @@ def search_in_background(entry: RunEntry, run: Run, *, with_advice: bool) -> str
     return state[0]
 
 
-def known_self_check(entry: RunEntry) -> SelfCheck | None:
+def known_self_check(entry: RunEntry) -> float | None:
     """The self-check of the run, if it is already known."""
     return next(iter(_checks(str(entry.path), loading.contents_of(entry))), None)
 
 
 @st.cache_resource(max_entries=128, show_spinner=False)
-def _checks(path: str, contents: tuple[int, int]) -> list[SelfCheck]:
+def _checks(path: str, contents: tuple[int, int]) -> list[float]:
     return []
 
 
