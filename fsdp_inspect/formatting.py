@@ -175,8 +175,23 @@ def format_unit(fqn: str) -> str:
     return fqn or "(root)"
 
 
+class WholeCategory(str):
+    """A memory category of a run in which every rank has whole parameters: nothing is sharded."""
+
+    __slots__ = ()
+
+
+_OF_WHOLE = {
+    "sharded_parameter": "parameter",
+    "sharded_gradient": "gradient",
+    "reduce_scatter_buffer": "bucket",
+}
+
+
 def format_category(category: str) -> str:
-    """Format a memory category: `all-gather buffer`."""
+    """Format a memory category: `all-gather buffer`; of a run with DDP: `bucket`."""
+    if isinstance(category, WholeCategory) and category in _OF_WHOLE:
+        return _OF_WHOLE[category]
     hyphenated = category.replace("all_gather", "all-gather")
     return hyphenated.replace("reduce_scatter", "reduce-scatter").replace("_", " ")
 

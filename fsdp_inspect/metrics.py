@@ -495,11 +495,12 @@ _ALL = (
         "imbalance_ns",
         "imbalance",
         _NS,
-        "replayed step - the replayed step in which every rank works like the median rank by work",
+        "replayed step - the mean over the ranks of the replayed step in which every rank works "
+        "like that rank",
     ),
     Metric(
         "error_ratio",
-        "replay self-check",
+        "replay error",
         _RATIO,
         "absolute difference between the replayed and the recorded step / recorded step, for the "
         "steps that the replay was read from; not the error of a prediction",

@@ -132,6 +132,18 @@ def show_tiles(tiles: Sequence[Tile], *, border: bool = True) -> None:
             )
 
 
+def show_caveats(caveats: Sequence[str]) -> None:
+    """Show the first sentence of each caveat, and all of them on request; the texts are plain."""
+    if not caveats:
+        return
+    firsts = [f"{caveat.partition('. ')[0].removesuffix('.')}." for caveat in caveats]
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.warning("  \n".join(map(plain, firsts)), icon=":material/warning:")
+        if [*caveats] != firsts:
+            with st.popover("Details", type="tertiary", key="caveats"):
+                show_text("\n".join(f"- {plain(caveat)}" for caveat in caveats))
+
+
 def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, most by name)
     title: str,
     chart: Chart | None,

@@ -79,7 +79,11 @@ def show_why_not_simulated(manifest: RunManifest) -> None:
         "runs without a timed step, do not have them\\. Record the job with more steps than "
         "warm\\-up:"
     )
-    show_code("torchrun --nproc-per-node N -m fsdp_inspect.record train.py ARGS", key="record")
+    show_code(
+        manifest.launch_line
+        or f"torchrun --nproc-per-node {manifest.world_size} -m fsdp_inspect.record train.py",
+        key="record",
+    )
 
 
 def show_nothing(answer: str, reason: str, *, remedy: str = "") -> None:

@@ -11,6 +11,7 @@ import shlex
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, get_args
 
 from fsdp_inspect.errors import PlanError
@@ -22,6 +23,7 @@ from fsdp_inspect.result_types import (
     Plan,
     RunManifest,
 )
+from fsdp_inspect.simulation.buckets import BucketChanges, BucketSettings
 from fsdp_inspect.simulation.changes import CheckpointingMode
 from fsdp_inspect.simulation.scenario import mesh_of
 from fsdp_inspect.trace.plan import AccumulationSync, FloatDtype
@@ -46,6 +48,8 @@ class Knob:
     """Converts the option's text to its value."""
     option: str = ""
     """The command's option, if it is not the name."""
+    is_flag: bool = False
+    """Whether the command has an option for each of the values `true` and `false`."""
 
 
 def _read_reshard(text: str) -> bool | int:
@@ -178,6 +182,45 @@ KNOBS_OF_NODE = (
 KNOBS_OF_NETWORK = (*KNOBS_OF_LINK, *KNOBS_OF_NODE)
 
 
+_BUCKET_CAP = Knob(
+    "bucket_cap", "Bucket size (MiB)", "bucket_cap_mb of DistributedDataParallel.",
+    ("1", "2", "5", "10", "25", "50", "100", "200", "400", "1000"), True, float,
+)  # fmt: skip
+_KNOBS_OF_ZERO = (
+    Knob(
+        "reduce_bucket_size", "Bucket size (elements)", "reduce_bucket_size of DeepSpeed.",
+        tuple(f"{step * scale}" for scale in (10**6, 10**7, 10**8) for step in _SERIES),
+        True, int,
+    ),
+    Knob("zero_stage", "Stage of ZeRO", "Stage 3 is not simulated.", ("1", "2"), False, int),
+)  # fmt: skip
+_OVERLAP = Knob(
+    "overlap", "Overlap", "Whether reductions run while backward computes.",
+    ("true", "false"), False, lambda text: text == "true", is_flag=True,
+)  # fmt: skip
+_NAMES_OF_BUCKETS = {"bucket_cap": "bucket_cap_mb", "overlap": "overlaps"}
+"""The names of changes of buckets that differ from those of the command's options."""
+
+
+def knobs_of_buckets(settings: BucketSettings) -> tuple[Knob, ...]:
+    """The knobs of the buckets of a run with DDP, ZeRO-1 or ZeRO-2."""
+    return (*(_KNOBS_OF_ZERO if settings.is_zero else (_BUCKET_CAP,)), _OVERLAP)
+
+
+def bucket_changes_of(chosen: Mapping[str, str], knobs: Sequence[Knob]) -> BucketChanges:
+    """The changes of the buckets that the knobs request; arguments as for `changes_of`."""
+    asked = {knob.name: knob.read(chosen[knob.name]) for knob in knobs if knob.name in chosen}
+    return BucketChanges(**{_NAMES_OF_BUCKETS.get(name, name): asked[name] for name in asked})
+
+
+def recorded_buckets(settings: BucketSettings) -> dict[str, str]:
+    """The recorded settings of the buckets by knob; unknown values are missing."""
+    found = {"overlap": str(settings.overlaps).lower()}
+    if not isnan(settings.size):
+        found["reduce_bucket_size" if settings.is_zero else "bucket_cap"] = f"{settings.size:.12g}"
+    return found
+
+
 def changes_of(chosen: Mapping[str, str], knobs: Sequence[Knob]) -> Changes:
     """The changes of the plan that the knobs request.
 
@@ -217,8 +260,11 @@ def command_of(run: str, chosen: Mapping[str, str], knobs: Sequence[Knob]) -> st
     words = ["fsdp-inspect", "simulate", run]
     for knob in knobs:
         if knob.name in chosen:
-            option = (knob.option or knob.name).replace("_", "-")
-            words += [f"--{option}", chosen[knob.name]]
+            option, text = (knob.option or knob.name).replace("_", "-"), chosen[knob.name]
+            if knob.is_flag:
+                words.append(f"--{option}" if text == "true" else f"--no-{option}")
+            else:
+                words += [f"--{option}", text]
     return shlex.join(words)
 
 

@@ -43,6 +43,7 @@ _HERE = Path(__file__).parent
 _ICON = str(_HERE / "icon.svg")
 _SIDEBAR_PX = 264
 _MOST_LETTERS = 200
+_PICKED_LETTERS = 22
 _MOST_PICKED = 500  # runs of the picker, whose names are all sent to the browser
 _NO_MANIFEST = (
     "Its folder has no run\\.json\\. Copy the file from the machine that recorded the run\\."
@@ -66,6 +67,8 @@ def show_sidebar(pages: list[PageFile], shown: PageFile) -> None:
             format_func=run_namer(),
             help=None if len(ids) <= _MOST_PICKED else _describe_picked(len(ids)),
         )
+        if len(run_name(chosen)) > _PICKED_LETTERS:  # the picker cuts it
+            st.caption(code(chosen))
     link(RUN_KEY, chosen)
     if is_about_one_run(shown):
         sheet.run = run_name(chosen)

@@ -8,7 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from fsdp_inspect.formatting import format_cause, format_ns, format_unit
+from fsdp_inspect.formatting import format_ns, format_unit
+from fsdp_inspect.report.wording import describe_main_cause
 from fsdp_inspect.result_types import ExposedOwner, Summary
 
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")
@@ -74,18 +75,9 @@ def describe_largest_waits(summary: Summary, owners: Sequence[ExposedOwner] = ()
         return "This model has no FSDP unit\\."
     if top.exposed_ns == 0:
         return plain(f"No exposed wait: all {len(summary.units)} units hide their communication.")
-    why = describe_main_cause([owner for owner in owners if owner.fqn == top.fqn])
+    own = [owner for owner in owners if owner.fqn == top.fqn]
+    mostly = describe_main_cause(own, is_headline=True)
+    why = f", {mostly}" if mostly else ""
     return f"Largest waits of a unit: {code(format_unit(top.fqn))}" + plain(
         f", {format_ns(top.exposed_ns)} per step{why}."
     )
-
-
-def describe_main_cause(owners: Sequence[ExposedOwner]) -> str:
-    """The main cause of a unit's exposed waits: `, mostly late issue`.
-
-    Args:
-        owners: The exposed waits of the unit, longest first.
-    """
-    if not owners or not owners[0].causes_ns:
-        return ""
-    return f", mostly {format_cause(next(iter(owners[0].causes_ns)))}"

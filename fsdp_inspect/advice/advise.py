@@ -164,13 +164,17 @@ def give_advice(
             tasks=tasks,
         )
     except MissingDataError as error:
-        answer = findings[0].sentence if findings else "No plan of this run can be simulated."
+        answer = "No plan of this run can be simulated."
+        if run.manifest.sharder_traits.has_buckets:
+            title = run.manifest.sharder_traits.title
+            answer = f"No problem was found: {title} has no sharding plan to simulate."
+        answer = findings[0].sentence if findings else answer
         return Advice(
             run.manifest.run_id,
             answer,
             attribute_gains(findings, can_simulate=False, has_changes=False),
             None,
-            str(error),
+            name_run(str(error), request.run_name),
         )
     if request.memory_limit is not None and scorer.recorded.peak_bytes is None:
         limit_text = format_bytes(request.memory_limit)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow
-from fsdp_inspect.advice.setting_findings import find_costly_settings
+from fsdp_inspect.advice.setting_findings import find_costly_settings, write_sharding
 from fsdp_inspect.advice.trace_findings import find_in_trace
 from fsdp_inspect.analysis.memory.fit import FitVerdict
 from fsdp_inspect.analysis.memory.sharding_worth import (
@@ -180,7 +180,7 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
     if cost is None:
         return Effect(sentence="None is predicted: the recorded data does not show the saving.")
     balanced = evidence.verdict.numbers.get("balanced_ns")
-    sentence = f"Saves at most {format_ns(cost)} a step, the whole cost."
+    sentence = f"Saves at most {format_ns(cost)} a step."
     if limit is Limit.STRAGGLER and balanced is not None:
         sentence = (
             f"Equal batches save about {format_ns(balanced)} a step: all ranks then process the "
@@ -414,9 +414,5 @@ def _shard(evidence: Evidence, memory: WholeMemory) -> Iterator[Finding]:
             added_high_bytes=0,
         ),
         assumptions=("The gathered units and their buffers take a part of the saving.",),
-        snippet=(
-            "for block in model.layers:  # the blocks of your model\n"
-            "    fully_shard(block, mesh=mesh)\n"
-            "fully_shard(model, mesh=mesh)"
-        ),
+        snippet=write_sharding(evidence.manifest),
     )

@@ -28,7 +28,7 @@ from fsdp_inspect.analysis.prefetch import measure_gathers_in_flight
 from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.parallel.tasks import Tasks
-from fsdp_inspect.simulation.buckets import BUCKET_SHARDERS, find_best_buckets
+from fsdp_inspect.simulation.buckets import find_best_buckets
 from fsdp_inspect.simulation.recorded import RecordedWork
 from fsdp_inspect.trace.codes import EventKind, MemoryCategory
 from fsdp_inspect.trace.run import RunSource
@@ -178,7 +178,7 @@ def _evidence(run: RunSource, summary: Summary, *, for_plans: bool = True) -> Ev
         whole_memory=whole,
         unused_by_rank=tuple(record.unused_parameters for record in run.ranks),
         buckets=try_measure(find_best_buckets, run, damage)
-        if run.manifest.sharder in BUCKET_SHARDERS
+        if run.manifest.sharder_traits.has_buckets
         else None,
         trust=measure_trust(run),
         replication=None

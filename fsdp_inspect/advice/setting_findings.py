@@ -22,9 +22,10 @@ from fsdp_inspect.formatting import (
     listed,
     plural,
 )
+from fsdp_inspect.simulation.changes import BLOCK
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import ITEMSIZE
-from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.run import RunManifest, Unit
 from fsdp_inspect.trace.sharders import DDP, ZERO3
 
 LARGE_PART_RATIO = 0.2
@@ -62,12 +63,21 @@ def _one_unit(evidence: Evidence) -> Iterator[Finding]:
         effect=Effect(
             sentence="One all-gather becomes many smaller ones.", predicted_by=SIMULATED_PLANS
         ),
-        snippet=(
-            "for block in model.layers:  # the blocks of your model\n"
-            "    fully_shard(block, mesh=mesh)\n"
-            "fully_shard(model, mesh=mesh)"
-        ),
+        snippet=write_sharding(evidence.manifest),
     )
+
+
+def write_sharding(manifest: RunManifest) -> str:
+    """The calls that shard each block of the recorded model, and then the model."""
+    names = (name for unit in manifest.units for name in unit.parameters)
+    lists = dict.fromkeys(found[1] for name in names if (found := BLOCK.match(name)))
+    mesh = ", mesh=mesh" if len(manifest.mesh) > 1 else ""
+    loops = [
+        f"for block in model.get_submodule({blocks!r}):\n    fully_shard(block{mesh})"
+        for blocks in lists
+    ]
+    head = "from torch.distributed.fsdp import fully_shard"
+    return "\n".join([head, *loops, f"fully_shard(model{mesh})  # the root comes last"])
 
 
 def _large_unit(evidence: Evidence) -> Iterator[Finding]:

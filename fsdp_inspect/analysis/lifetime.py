@@ -13,6 +13,7 @@ completely, and only if the next attempt loaded a checkpoint. The first step of 
 and compiles, so its time is no goodput.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -120,7 +121,7 @@ class Lifetime(TableResult):
     """The phases with time, in the order of `LifePhase`; they add up to `wall_ns` exactly."""
     training_parts: tuple[PhaseTime, ...]
     """Exposed communication, data and host-bound time of the phase training. Steps with a
-    compilation or a standstill are left out."""
+    compilation or a standstill are left out. Plain steps count like the detailed ones."""
     background_checkpoint_ns: int
     """Time in which a checkpoint was written next to other phases."""
     num_attempts: int
@@ -211,8 +212,10 @@ class _Attempt:
     """Start of the training; without a step, the time at which the recorder attached."""
     steps: NDArray[np.int64]
     """Shape (S, 3): number, start and end of each completed step, by start."""
+    is_plain: NDArray[np.bool_]
+    """Whether each step is plain, and so has no waits, shape (S,)."""
     parts_ns: Mapping[str, NDArray[np.int64]]
-    """Time of each step by part name, shape (S,)."""
+    """Time of each step by part name, shape (S,); 0 for waits in plain steps."""
     idle: Intervals
     evaluation: Intervals
     checkpoint: Intervals
@@ -283,6 +286,7 @@ def _read_attempt(run: RunSource, rank: int) -> _Attempt | None:
         offset_ns=offset,
         first_step_ns=int(steps[0, 1]) if len(steps) else record.clock_start.monotonic_ns + offset,
         steps=steps,
+        is_plain=(found.flags & EventFlag.PLAIN_STEP) != 0,
         parts_ns=_parts_of(run, rank, found.step),
         idle=_idle_of(run, record, offset, end),
         evaluation=_shifted(between, ~is_save, offset),
@@ -363,6 +367,7 @@ class _Life:
 
     def measure(self, run_id: str, rank: int, notes: Sequence[str]) -> Lifetime:
         durations = {phase: spans.duration_ns for phase, spans in self._spans.items()}
+        parts, scaled = self._training_parts()
         num_lost = sum(int(mask.sum()) for mask in map(self._is_lost, range(len(self._attempts))))
         return Lifetime(
             run_id=run_id,
@@ -372,12 +377,12 @@ class _Life:
             phases=tuple(
                 self._phase(phase, duration) for phase, duration in durations.items() if duration
             ),
-            training_parts=self._training_parts(),
+            training_parts=parts,
             background_checkpoint_ns=self._background_ns(),
             num_attempts=len(self._attempts),
             num_steps=sum(len(each.steps) for each in self._attempts),
             num_lost_steps=num_lost,
-            notes=(*notes, *self._lost_notes()),
+            notes=(*notes, *self._lost_notes(), *scaled),
         )
 
     # --- the phases
@@ -434,15 +439,27 @@ class _Life:
             if_known(max(host)),
         )
 
-    def _training_parts(self) -> tuple[PhaseTime, ...]:
-        sums: dict[str, int] = {}
+    def _training_parts(self) -> tuple[tuple[PhaseTime, ...], list[str]]:
+        """The parts, and a note if the waits of plain steps are those of the detailed ones."""
+        sums = Counter[str]()
+        detailed = np.zeros(2, np.int64)
+        whole = np.zeros(2, np.int64)
         for place, attempt in enumerate(self._attempts):
             counts = ~self._is_lost(place) & ~attempt.is_interrupted
             counts[:1] = False  # the first step
-            for name, values in attempt.parts_ns.items():
-                sums[name] = sums.get(name, 0) + int(values[counts].sum())
-        return tuple(
-            PhaseTime(name, duration, self._ratio(duration)) for name, duration in sums.items()
+            times = attempt.steps[:, 2] - attempt.steps[:, 1]
+            for total, chosen in ((whole, counts), (detailed, counts & ~attempt.is_plain)):
+                total += (chosen.sum(), times[chosen].sum())
+            sums.update({name: int(own[counts].sum()) for name, own in attempt.parts_ns.items()})
+        scale = float(whole[1] / max(detailed[1], 1))
+        parts = {name: round(ns * (1 if name == "data" else scale)) for name, ns in sums.items()}
+        note = (
+            f"The waits of {detailed[0]} of {whole[0]} steps are recorded (detailed steps). "
+            "Exposed and host-bound time is scaled to all of them."
+        )
+        return (
+            tuple(PhaseTime(name, ns, self._ratio(ns)) for name, ns in parts.items()),
+            [note] if detailed[0] < whole[0] else [],
         )
 
     def _background_ns(self) -> int:

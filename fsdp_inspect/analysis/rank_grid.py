@@ -51,7 +51,7 @@ class RankGrid:
     middle: _Grid
     """Median over the ranks with a known value, shape (S,)."""
     left_out: tuple[int, ...]
-    """The steps that are not timed, which are warm-up and memory steps."""
+    """The steps whose times do not count: warm-up, memory and plain steps; empty for memory."""
     low: float
     """The 1st percentile of the values in the other steps, for the colour scale."""
     high: float
@@ -166,8 +166,9 @@ def _describe(
     refusals: tuple[str, ...],
 ) -> RankGrid:
     selection = select_steps(run)
-    # If only memory steps have values (memory on CPU), these values count.
-    skipped = {*selection.warmup, *selection.memory, *selection.plain}
+    # A peak is one of all steps, as in the summary. So are values of steps that no time uses only.
+    is_time = metric != "peak_allocated_bytes"
+    skipped = {*selection.warmup, *selection.memory, *selection.plain} if is_time else set[int]()
     left_out = tuple(step for step in steps if step in skipped)
     counts = np.array([step not in skipped for step in steps], dtype=bool)
     if not counts.any():

@@ -25,6 +25,8 @@ class RunIdentity:
     num_parameters: int
     device_type: str
     device_name: str
+    sharder: str
+    """The title of the sharder: `FSDP2`, `DDP`; empty for an import, which does not record it."""
     mesh: dict[str, int]
     versions: dict[str, str]
     environment: dict[str, str]
@@ -42,6 +44,7 @@ def identify(manifest: RunManifest) -> RunIdentity:
         num_parameters=manifest.model.num_parameters,
         device_type=manifest.device_type,
         device_name=manifest.device_name,
+        sharder="" if manifest.source == "imported" else manifest.sharder_traits.title,
         mesh=manifest.mesh,
         versions=manifest.versions,
         environment=manifest.environment,
@@ -56,7 +59,8 @@ def identify(manifest: RunManifest) -> RunIdentity:
 def describe_sharding(manifest: RunManifest) -> str:
     """Describe the sharding in short: `10 units, reshard after forward, bfloat16`."""
     units = manifest.units
-    facts = [plural(len(units), "unit"), _describe_reshard(manifest)]
+    what = "bucket" if manifest.sharder_traits.has_buckets else "unit"
+    facts = [plural(len(units), what), _describe_reshard(manifest)]
     mesh = " x ".join(f"{size} {name}" for name, size in manifest.mesh.items() if size > 1)
     facts.append(f"mesh {mesh}" if len(manifest.mesh) > 1 and mesh else "")
     facts.append(" and ".join(sorted({unit.param_dtype for unit in units})))
@@ -64,6 +68,8 @@ def describe_sharding(manifest: RunManifest) -> str:
 
 
 def _describe_reshard(manifest: RunManifest) -> str:
+    if manifest.sharder_traits.has_buckets:
+        return ""  # no parameter is gathered in forward
     settings = [repr(unit.reshard_after_forward) for unit in manifest.units if not unit.is_root]
     counts = Counter(settings)
     if len(counts) > 1:

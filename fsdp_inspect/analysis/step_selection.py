@@ -7,8 +7,9 @@ Timed steps are the completed steps that are neither warm-up steps nor memory st
 [Note: the median rank] Collectives synchronise the ranks, so a step takes the same time on all of
 them; they differ in how long they wait. So the rank that represents the run is the one whose
 typical exposed communication is the median over ranks (of two, the lower). By step time, noise
-could select a straggler, which does not wait for other ranks. Ties are resolved by step time, then
-communication, then rank.
+could select a straggler. Ties are resolved by step time, then communication, then rank. Of two
+ranks, or of two groups of equal size, the slower one waits less. If it works longer by as much as a
+straggler does, the other one represents the run: the waits that a straggler causes are there.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.errors import CorruptFileError, IncompleteRunError
 from fsdp_inspect.formatting import format_numbers
+from fsdp_inspect.statistics import median
 from fsdp_inspect.store.reduction.run_statistics import classify_finished
 from fsdp_inspect.store.reduction.timed_steps import (
     MAX_TYPICAL_STEPS,
@@ -33,6 +35,9 @@ from fsdp_inspect.store.reduction.timed_steps import (
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Statistic, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of
+
+LEAST_LATE_RATIO = 0.02
+"""The extra work of a rank, as a fraction of the step, from which it may be a straggler."""
 
 
 def select_steps(run: RunSource) -> StepSelection:
@@ -94,6 +99,11 @@ class RankSteps:
     def rows(self) -> SummaryTable:
         """All summary rows of the rank in these steps, by step. They are read on first access."""
         return self.read_rows(None)
+
+    @property
+    def own_work_ns(self) -> NDArray[np.int64]:
+        """The time of each step in which the rank waits for no other rank, shape (S,)."""
+        return self.step_time_ns - self.exposed_ns
 
     @cached_property
     def inspected(self) -> "RankSteps":
@@ -309,10 +319,9 @@ def _timed_ranks(run: RunSource) -> TimedRanks:
     statistics = run.statistics()
     typical = TypicalSteps(statistics.where(statistics.statistic == Statistic.TYPICAL))
     here = [record.rank for record in run.ranks]
-    median = _select_median(typical, here)
     return TimedRanks(
         typical=typical,
-        median=None if median is None else _read_members(run, [median])[0],
+        median=_select_median(run, typical, here),
         read_members=lambda: _read_members(run, typical.rank.tolist()),
     )
 
@@ -387,7 +396,9 @@ def inspected_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
     return None if member is None else member.inspected
 
 
-def _select_median(typical: TypicalSteps, here: Collection[int]) -> int | None:
+def _select_median(
+    run: RunSource, typical: TypicalSteps, here: Collection[int]
+) -> RankSteps | None:
     """Return the median rank among the ranks that are here. See [Note: the median rank]."""
     is_here = np.isin(typical.rank, list(here))
     candidates = np.flatnonzero(is_here) if is_here.any() else np.arange(len(is_here))
@@ -400,7 +411,15 @@ def _select_median(typical: TypicalSteps, here: Collection[int]) -> int | None:
         typical.exposed_ns,
     )
     order = np.lexsort([standing[candidates] for standing in standings])
-    return int(typical.rank[candidates[order[(len(order) - 1) // 2]]])
+    middle = typical.rank[candidates[order[(len(order) - 1) // 2 : len(order) // 2 + 1]]].tolist()
+    lower, *others = (_read_members(run, [rank])[0] for rank in middle)
+    if not others:
+        return lower
+    (upper,) = others
+    _, own, other = np.intersect1d(lower.steps, upper.steps, return_indices=True)
+    excess_ns = lower.own_work_ns[own] - upper.own_work_ns[other]
+    least_ns = LEAST_LATE_RATIO * lower.typical_mean(lower.step_time_ns)
+    return upper if (median(excess_ns) or 0) >= max(least_ns, 1) else lower
 
 
 def sum_per_step(

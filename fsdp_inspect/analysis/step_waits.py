@@ -11,8 +11,18 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.bandwidth import Bandwidth
 from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
+from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.analysis.wait_causes import Cause, split_waits
-from fsdp_inspect.trace.codes import COLLECTIVES, DTYPES, NO_UNIT, EventKind, Method, Phase, Source
+from fsdp_inspect.trace.codes import (
+    COLLECTIVES,
+    DTYPES,
+    NO_UNIT,
+    EventKind,
+    Method,
+    Phase,
+    Source,
+    StepPart,
+)
 from fsdp_inspect.trace.links import bus_bytes_per_s
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.tables import EventTable, if_known
@@ -117,6 +127,39 @@ def measure_step_waits(run: RunSource, *, rank: int, step: int) -> StepWaits:
         by_cause_ns=waits.by_cause_ns,
         arrivals=arrivals.sentence,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DataWait:
+    """The longest wait for data of a step of one rank."""
+
+    rank: int
+    step: int
+    start_ns: int
+    """From the start of the step."""
+    end_ns: int
+
+
+def find_data_wait(run: RunSource) -> DataWait | None:
+    """Find the wait for data of the median rank that stands for its typical step.
+
+    Of the typical steps that wait at least as long as their mean, it is the one closest to it. The
+    step whose whole time is closest may have no wait: a loader with a queue makes few steps wait.
+    """
+    member = inspected_rank(run)
+    if member is None:
+        return None
+    data_ns = member.per_step(StepPart.DATA)
+    is_long = member.is_typical & (data_ns >= member.typical_mean(data_ns))
+    step = int(member.steps[np.argmin(np.where(is_long, data_ns, np.inf))])
+    events = run.events(member.rank, steps=[step], kinds=[EventKind.STEP, EventKind.DATA])
+    waits = events.where(events.kind == EventKind.DATA)
+    if not len(waits):
+        return None
+    begin = int(events.start_ns[events.kind == EventKind.STEP].min())
+    longest = int(np.argmax(waits.end_ns - waits.start_ns))
+    start, end = (int(times[longest]) - begin for times in (waits.start_ns, waits.end_ns))
+    return DataWait(member.rank, step, start, end)
 
 
 def describe_event(

@@ -219,8 +219,8 @@ class Trust:
         """
         if abs(self.self_check_error) > MAX_REPLAY_ERROR:
             raise MissingDataError(
-                f"Plans of run {self.run_id!r} cannot be predicted: the simulation of the recorded "
-                f"plan itself is off by {self.self_check_error:+.1%}. Expected at most "
+                f"Changes of run {self.run_id!r} cannot be predicted: the simulation of the "
+                f"recorded step is off by {self.self_check_error:+.1%}. Expected at most "
                 f"{MAX_REPLAY_ERROR:.0%}. Record more steps on a quiet machine. If the error "
                 "stays, the simulation does not support this loop."
             )

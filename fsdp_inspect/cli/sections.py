@@ -86,9 +86,25 @@ def _show_summary(
         if measured.recorder_sentence is not None:
             print_renderable(dim(f"  {measured.recorder_sentence}"))
     elif part == "first":
-        print_renderable(render_first_lines(measured, _LATER_SECTIONS, run=run))
+        print_renderable(render_first_lines(measured, _sections_of(opened), run=run))
     else:
         print_renderable(render_summary(measured, run=run))
+
+
+def _sections_of(run: "Run") -> list[str]:
+    """The sections that add to the output without a section, and for which the run has data."""
+    from fsdp_inspect.analysis.context import try_measure
+    from fsdp_inspect.analysis.kernels import find_profile
+    from fsdp_inspect.analysis.numerics import measure_numerics
+
+    lacking = {"verdict", "nccl"}  # NCCL's own times require logs
+    if find_profile(run.source) is None:
+        lacking.add("kernels")
+    if try_measure(measure_numerics, run.source, []) is None:
+        lacking.add("numerics")
+    if run.manifest.source == "imported":
+        lacking.add("lifetime")
+    return [name for name in SECTIONS if name not in lacking]
 
 
 def breakdown(
@@ -334,8 +350,6 @@ SECTIONS: Mapping[str, Callable[..., None]] = {
     "lifetime": lifetime,
 }
 """The sections of `show`. A section takes the options of `show` that its function names."""
-_LATER_SECTIONS = tuple(name for name in SECTIONS if name != "verdict")
-"""The sections that add to the output without a section."""
 
 
 def show(  # noqa: PLR0913 - one argument an option

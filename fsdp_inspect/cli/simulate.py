@@ -233,7 +233,6 @@ def simulate(  # noqa: PLR0913 - one argument an option
     from fsdp_inspect.advice.prediction_creation import PredictionOrigin, make_prediction
     from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.report.simulation import render_buckets, render_simulation
-    from fsdp_inspect.simulation.buckets import BUCKET_SHARDERS
     from fsdp_inspect.simulation.predictions.ledger import write_prediction as store_prediction
     from fsdp_inspect.trace.plan import Plan
 
@@ -260,7 +259,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
         "checkpointing": checkpointing,
     }
     buckets = (bucket_cap, reduce_bucket_size, zero_stage, overlap)
-    if opened.manifest.sharder in BUCKET_SHARDERS or any(each is not None for each in buckets):
+    if opened.manifest.sharder_traits.has_buckets or any(each is not None for each in buckets):
         of_plans = {"plan": plan, **changes, "node_bandwidth": node_bandwidth}
         of_plans |= {"node_latency": node_latency, "write_plan": write_plan}
         _expect_no_plan({**of_plans, "write_prediction": write_prediction})

@@ -68,6 +68,11 @@ class Side:
     the side."""
     runs: tuple[ComparedRun, ...]
 
+    @property
+    def rank(self) -> int | None:
+        """The rank of the median run that supplies the times; None without a timed step."""
+        return next(run.rank for run in self.runs if run.run_id == self.median_run)
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Result):

@@ -70,9 +70,9 @@ def render_comparison(comparison: Comparison) -> RenderableType:
 
 
 def _side(side: Side) -> Text:
-    if len(side.runs) == 1:
-        return Text(f"{side.label}  {side.median_run}")
-    return Text(f"{side.label}  {len(side.runs)} runs; median step time: {side.median_run}")
+    runs = "" if len(side.runs) == 1 else f"{len(side.runs)} runs; median step time: "
+    rank = "" if side.rank is None else f", times of rank {side.rank}"
+    return Text(f"{side.label}  {runs}{side.median_run}{rank}")
 
 
 def _settings(comparison: Comparison) -> Iterator[RenderableType]:

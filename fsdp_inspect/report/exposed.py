@@ -40,6 +40,7 @@ from fsdp_inspect.report.layout import (
 )
 from fsdp_inspect.report.wording import (
     causes_table,
+    describe_main_cause,
     format_kind,
     format_method,
     format_metric,
@@ -155,7 +156,7 @@ def _unit_headline(unit: str, exposed: Exposed) -> str:
 
 
 def _main_cause(owner: ExposedOwner) -> str:
-    return phrase_cause(next(iter(owner.causes_ns))) if owner.causes_ns else "cause unknown"
+    return describe_main_cause([owner]) or "cause unknown"
 
 
 def _describe_owner(owner: ExposedOwner) -> str:

@@ -187,14 +187,14 @@ def _replay(replay: StepReplay, straggler: Straggler) -> str:
         f"Predicted: if rank {straggler.rank} worked as long as rank {straggler.like_rank}, "
         f"{_steps(replay.steps)} would take "
         f"{format_metric('step_time_ns', replay.replayed_ns - straggler.cost_ns)} a step instead "
-        f"of {format_metric('step_time_ns', replay.replayed_ns)}. {_self_check(replay)}"
+        f"of {format_metric('step_time_ns', replay.replayed_ns)}. {_replay_error(replay)}"
     )
 
 
-def _self_check(replay: StepReplay) -> str:
+def _replay_error(replay: StepReplay) -> str:
     """State the error of the replay on the recorded steps."""
     return (
-        "Self-check: the replay differs from the recorded steps by "
+        "The replay differs from the recorded steps by "
         f"{format_metric('error_ratio', replay.error_ratio)}. The error of the replay with changed "
         "work is unknown."
     )
@@ -228,7 +228,7 @@ def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
     return (
         f"Imbalance costs {format_metric('imbalance_ns', ranks.imbalance_ns)} a step, compared "
         f"with a replay of {_steps(replay.steps)} in which all ranks have equal work. This "
-        f"includes random differences between the ranks. {_self_check(replay)}"
+        f"includes random differences between the ranks. {_replay_error(replay)}"
     )
 
 

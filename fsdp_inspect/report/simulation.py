@@ -45,7 +45,7 @@ def render_buckets(found: BucketSimulation) -> RenderableType:
     """Render the predicted step time with other buckets, and the buckets of one backward."""
     return Group(
         Text(answer_buckets(found), style="bold"),
-        *(Padding(Text(line), (0, 0, 0, 2)) for line in _reasons_of_buckets(found)),
+        *(Padding(Text(line), (0, 0, 0, 2)) for line in describe_buckets(found)),
         "",
         render_table(found.TABLE, found.rows()[:MOST_UNITS]),
         *_rest(len(found.rows()), "buckets"),
@@ -69,7 +69,8 @@ def answer_buckets(found: BucketSimulation) -> str:
     )
 
 
-def _reasons_of_buckets(found: BucketSimulation) -> Iterable[str]:
+def describe_buckets(found: BucketSimulation) -> Iterable[str]:
+    """Describe buckets, prediction, self-check and assumptions, one sentence each."""
     before, after, settings = found.replayed, found.predicted, found.settings
     overlap = "" if settings.overlaps or settings.is_zero else ", without overlap"
     full = f"full at {settings.size:.4g} MiB"

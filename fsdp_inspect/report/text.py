@@ -239,7 +239,8 @@ def _headline(summary: Summary) -> RenderableType:
     ranks = plural(summary.world_size, "rank")
     if summary.num_ranks != summary.world_size:
         ranks += f" ({summary.num_ranks} recorded)"
-    facts = [ranks, name_backend(summary.backend), where, model if identity.model else ""]
+    facts = [ranks, identity.sharder, name_backend(summary.backend), where]
+    facts.append(model if identity.model else "")
     return Group(title, Text(" · ".join(fact for fact in facts if fact)))
 
 

@@ -3,21 +3,25 @@
 The text is plain: each report escapes it for its format.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from math import isnan
 
 from rich.console import RenderableType
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown
-from fsdp_inspect.analysis.exposed import CAUSES, list_causes
+from fsdp_inspect.analysis.exposed import CAUSES, ExposedOwner, list_causes
 from fsdp_inspect.analysis.memory.peak import Memory
 from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.run_heading import RunHeading
 from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.trust import Trust
+from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, NoiseVerdict
 from fsdp_inspect.formatting import (
     MISSING,
+    format_cause,
     format_count,
     format_ns,
     format_ratio,
@@ -32,14 +36,13 @@ _NO_NETWORK = "fake"
 
 
 def describe_run(heading: RunHeading) -> str:
-    """Describe ranks, backend, device and model: `2 ranks · gloo · cpu · Decoder`."""
-    identity = heading.identity
-    ranks = plural(heading.world_size, "rank")
+    """Describe ranks, sharder, backend, device and model: `2 ranks · DDP · gloo · cpu`."""
+    identity, ranks = heading.identity, plural(heading.world_size, "rank")
     model = identity.model
     if model and identity.num_parameters:
         model += f", {format_count(identity.num_parameters)} parameters"
     device = identity.device_name or identity.device_type
-    facts = [ranks, name_backend(heading.backend), device, model]
+    facts = [ranks, identity.sharder, name_backend(heading.backend), device, model]
     return " · ".join(fact for fact in facts if fact)
 
 
@@ -66,22 +69,27 @@ def describe_provenance(provenance: Provenance | None, *groups: str) -> str:
     return f"{'; '.join([source, *methods])}."
 
 
-def describe_trust(trust: Trust, summary: Summary, self_check: str) -> str:
-    """The evidence behind every number of a run, in one line.
+def describe_trust(
+    trust: Trust, summary: Summary, error: float | None
+) -> list[tuple[str, str, str]]:
+    """The evidence behind every number of a run: what it is, its value, and a detail.
 
     Args:
         trust: The evidence.
         summary: The summary of the run.
-        self_check: The error of the simulated recorded plan, or why there is none.
+        error: `simulate.measure_self_check`; None: it is not known yet.
     """
-    cores = "unknown whether threads had a core"
-    if trust.run_delay is not None:
-        cores = f"threads without a core {format_ratio(trust.run_delay_ratio)} of the time"
-    steps = f"{trust.num_steps} typical of {plural(summary.num_timed_steps, 'timed step')}"
-    if trust.num_steps > 1:
-        steps += f", spread ±{format_ratio(trust.spread_ratio)}"
+    check = "being measured" if error is None else "not possible"
+    if error is not None and not isnan(error):
+        check = format_error(error)
+    cores = MISSING if trust.run_delay is None else format_ratio(trust.run_delay_ratio)
+    spread = f"±{format_ratio(trust.spread_ratio)}" if trust.num_steps > 1 else MISSING
     ranks = f"{summary.num_ranks} of {plural(summary.world_size, 'rank')}"
-    return " · ".join([steps, cores, f"self-check {self_check}", ranks])
+    return [
+        ("Spread", spread, f"{plural(trust.num_steps, 'typical step')}, {ranks}"),
+        ("Without a core", cores, "of the time" if trust.run_delay else "not recorded"),
+        ("Self-check", check, "simulated / measured step"),
+    ]
 
 
 def describe_typical(summary: Summary) -> str:
@@ -210,6 +218,29 @@ _PHRASES = {
 def phrase_cause(cause: str) -> str:
     """Format a cause for a sentence: `issued too late`."""
     return _PHRASES[cause]
+
+
+def describe_main_cause(waits: Iterable[ExposedOwner], *, is_headline: bool = False) -> str:
+    """The causes that take most of a wait: `mostly late issue`, `mostly floor, then late issue`.
+
+    The first one that is not the floor is the cause that the verdict names.
+
+    Args:
+        waits: The waits together, such as those of one unit.
+        is_headline: Whether there is only room for one cause. The floor is then left out, because
+            no setting hides it.
+    """
+    sums = sum((Counter(each.causes_ns) for each in waits), Counter[str]())
+    if not sums:
+        return ""
+    causes = [cause for cause, _ in sums.most_common(2)]
+    is_most = 2 * sums[causes[0]] > sums.total()
+    named = [format_cause(cause) for cause in causes]
+    if is_headline:
+        return f"mostly {named[0]}" if is_most and causes[0] != Cause.FLOOR.label else ""
+    if not is_most:
+        return " and ".join(named)
+    return ", then ".join([f"mostly {named[0]}", *named[1 : 1 + (causes[0] == Cause.FLOOR.label)]])
 
 
 def causes_table(causes_ns: Mapping[str, int]) -> RenderableType:

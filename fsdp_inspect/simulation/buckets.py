@@ -82,8 +82,6 @@ _CAPS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400, 1000)
 _MILLIONS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """The sizes that `find_best_buckets` tries: MiB of DDP, millions of elements of ZeRO."""
 _OF_STAGE = {1: ZERO1, 2: ZERO2}
-BUCKET_SHARDERS = frozenset({DDP, *_OF_STAGE.values()})
-"""The sharders whose buckets are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,8 @@ class BucketSettings:
     def snippet(self) -> str:
         """The settings as code of DDP, or as a part of DeepSpeed's configuration."""
         if not self.is_zero:
-            return f"model = DistributedDataParallel(model, bucket_cap_mb={self.size:g})"
+            cap = "" if math.isnan(self.size) else f", bucket_cap_mb={self.size:g}"
+            return f"model = DistributedDataParallel(model{cap})"
         stage = next(each for each, name in _OF_STAGE.items() if name == self.sharder)
         size = {} if math.isnan(self.size) else {"reduce_bucket_size": round(self.size)}
         settings = {"stage": stage, **size, "overlap_comm": self.overlaps}
@@ -386,7 +385,7 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
             the model describes.
     """
     manifest = run.manifest
-    if manifest.sharder not in BUCKET_SHARDERS:
+    if not manifest.sharder_traits.has_buckets:
         raise MissingDataError(
             f"Run {manifest.run_id!r} has no buckets: it uses {manifest.sharder_traits.title}. "
             "Expected a run of DistributedDataParallel, ZeRO-1 or ZeRO-2."
@@ -607,6 +606,17 @@ def simulate_buckets(
         ValueError: The network or the size of buckets is invalid.
     """
     work = measure_buckets(run, rank=rank)
+    return change_buckets(work, changes, bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
+
+
+def change_buckets(
+    work: BucketWork,
+    changes: BucketChanges,
+    *,
+    bus_bytes_per_s: float | None = None,
+    latency_ns: float | None = None,
+) -> BucketSimulation:
+    """As `simulate_buckets`, from measured work, which many simulations of a run share."""
     title, is_zero = traits_of(work.settings.sharder).title, work.settings.is_zero
     of_zero = {changes.reduce_bucket_size, changes.zero_stage} != {None}
     if (changes.bucket_cap_mb is not None) if is_zero else of_zero:

@@ -351,10 +351,13 @@ def expect_simulated_sharder(manifest: RunManifest) -> None:
     """
     sharder = manifest.sharder_traits
     if sharder.why_not_simulated is not None:
+        what, shows = "has no plan to simulate", ""
+        if not sharder.has_buckets:
+            what = "cannot be simulated"
+            shows = " `fsdp-inspect show RUN exposed` shows the measured waits."
         raise MissingDataError(
-            f"Run {manifest.run_id!r} cannot be simulated: it uses {sharder.title}. "
-            f"{sharder.why_not_simulated} Expected units of fully_shard (FSDP2). `fsdp-inspect "
-            "show RUN exposed` shows the measured waits."
+            f"Run {manifest.run_id!r} {what}: it uses {sharder.title}. "
+            f"{sharder.why_not_simulated} Expected units of fully_shard (FSDP2).{shows}"
         )
 
 

@@ -8,6 +8,7 @@ It should contain 90% of the runs of a plan. Its constants come from six of the 
 validate`. docs/figures.md has the coverage, also for other loops.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.memory.fit import FitVerdict, judge_fit
 from fsdp_inspect.analysis.step_selection import collective_rows
 from fsdp_inspect.analysis.trust import MAX_OTHER_RATIO
@@ -24,6 +26,7 @@ from fsdp_inspect.columns import TableSpec, metric_column, unit_column
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.formatting import format_bytes, format_ratio
 from fsdp_inspect.results import Result, to_plain
+from fsdp_inspect.simulation.buckets import measure_buckets
 from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.simulation.network import NodeLink, Pace, unknown_latencies
 from fsdp_inspect.simulation.parameters import smaller_group
@@ -335,6 +338,22 @@ def _doubt_fit(
             f"Cannot tell whether the plan fits: with {format_ratio(margin)} for its error, the "
             f"predicted peak of {format_bytes(peak)} exceeds the {tensors}."
         )
+
+
+def measure_self_check(run: RunSource) -> float:
+    """The error of the step that is simulated as recorded; NaN: the run cannot be simulated."""
+    return remember(run, "self-check", partial(_measure_self_check, run))
+
+
+def _measure_self_check(run: RunSource) -> float:
+    try:
+        if run.manifest.sharder_traits.has_buckets:
+            buckets = measure_buckets(run)
+            return buckets.simulate(buckets.recorded).step_time_ns / buckets.step_time_ns - 1
+        work = measure_work(run)
+        return work.simulate().duration_ns / work.step_time_ns - 1
+    except (MissingDataError, PlanError):
+        return math.nan
 
 
 def replay(work: RecordedWork) -> SimulatedPlan:

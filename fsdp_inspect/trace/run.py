@@ -4,6 +4,7 @@
 newer minor version may add. Writing is strict.
 """
 
+import shlex
 from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum, StrEnum
 from itertools import groupby
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 
+from fsdp_inspect.formatting import WholeCategory
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
 from fsdp_inspect.trace.correctness import TrainingSeen
@@ -498,10 +500,27 @@ class RunManifest(Record):
     def can_rank_plans(self) -> bool:
         """Whether other plans can be simulated, as far as the manifest shows it.
 
-        This requires a plan, which no import has, and that all units are sharded.
+        This requires a plan, which no import has, a sharder whose schedule is simulated, and that
+        all units are sharded.
         """
         is_sharded = not any(unit.is_replicated for unit in self.units)
-        return bool(self.plan) and self.source != "imported" and is_sharded
+        is_known = bool(self.plan) and self.source != "imported"
+        return is_known and is_sharded and self.sharder_traits.is_simulated
+
+    def name_category(self, category: str) -> str:
+        """A memory category in the words of the run: without shards if all units are replicated."""
+        is_whole = bool(self.units) and all(unit.is_replicated for unit in self.units)
+        return WholeCategory(category) if is_whole else category
+
+    @property
+    def launch_line(self) -> str:
+        """The command that started the ranks, for a shell; empty: unknown.
+
+        A comment says if it is the command of one rank, because the starter is unknown.
+        """
+        line = shlex.join(self.code.launch or self.command)
+        is_of_one = self.source == "recorded" and self.world_size > 1 and not self.code.launched_at
+        return f"{line}  # one of {self.world_size} ranks" if line and is_of_one else line
 
     @property
     def torch_release(self) -> tuple[int, int]:

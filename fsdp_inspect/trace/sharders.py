@@ -39,6 +39,10 @@ class SharderTraits:
     """The setting that reduces gradients in 16 bits."""
     why_not_checked: str | None = None
     """The reason why no plan check is possible, if units have passes; None: a check is possible."""
+    has_buckets: bool = False
+    """Whether its units are buckets of gradients, whose size is simulated instead of a plan."""
+    backend_of_16_bits: str = ""
+    """The only backend on which `reduce_in_16_bits` works; empty: any."""
     owns_all: bool = True
     """Whether every collective of the sharder belongs to a unit."""
 
@@ -51,9 +55,10 @@ class SharderTraits:
 def _zero_of_stages_1_and_2(title: str) -> SharderTraits:
     return SharderTraits(
         title=title,
-        why_not_simulated=f"{title} has buckets, and no plan of FSDP: `fsdp-inspect simulate RUN "
+        why_not_simulated="It has buckets, and no plan of FSDP: `fsdp-inspect simulate RUN "
         "--reduce-bucket-size 200000000` predicts other buckets.",
         units_have_passes=False,
+        has_buckets=True,
         hide_single_unit="Lower reduce_bucket_size and set overlap_comm, so that the first "
         "reduction begins earlier",
         keep_gathered=None,
@@ -88,14 +93,16 @@ _TRAITS = {
     ),
     DDP: SharderTraits(
         title="DDP",
-        why_not_simulated="DDP has buckets, and no plan of FSDP: `fsdp-inspect simulate RUN "
+        why_not_simulated="It has buckets, and no plan of FSDP: `fsdp-inspect simulate RUN "
         "--bucket-cap 50` predicts other buckets.",
         units_have_passes=False,
+        has_buckets=True,
         hide_single_unit="Lower bucket_cap_mb, so that the first all-reduce begins earlier",
         keep_gathered=None,
         prefetch_ahead=None,
         separate_communicator=None,
-        reduce_in_16_bits="register_comm_hook(None, bf16_compress_hook), which requires NCCL",
+        reduce_in_16_bits="register_comm_hook(None, bf16_compress_hook)",
+        backend_of_16_bits="nccl",
         owns_all=False,
     ),
     ZERO1: _zero_of_stages_1_and_2("DeepSpeed ZeRO-1"),

@@ -60,7 +60,7 @@ def test_rules_about_no_setting_of_a_sharder_stay(rule: str) -> None:
 @pytest.mark.parametrize("sharder", [FSDP1, DDP, *sorted(DEEPSPEED), SIMPLE_FSDP])
 def test_no_plan_of_another_sharder_is_simulated(sharder: str) -> None:
     run, title = run_of(sharder), traits_of(sharder).title
-    with pytest.raises(MissingDataError, match=f"cannot be simulated: it uses {title}"):
+    with pytest.raises(MissingDataError, match=f": it uses {title}"):
         measure_work(run)
     advice = advise_run(run, AdviceRequest())
     assert advice.plan is None

@@ -5,8 +5,10 @@ import ast
 import pytest
 
 from fsdp_inspect.advice.plan_space import Choice
+from fsdp_inspect.advice.setting_findings import write_sharding
 from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.trace.plan import Checkpointing, Plan, UnitPlan
+from tests.builders import steady_run
 
 NAMES = ("embedding", *(f"layers.{at}" for at in range(5)))
 PLAN = Plan(units=tuple(UnitPlan(modules=(name,)) for name in (*NAMES, "")))
@@ -92,3 +94,13 @@ def test_checkpointed_modules_are_wrapped_before_they_are_sharded():
     assert 'f"layers.{at}" for at in range(0, 5)' in snippet
     assert "checkpoint_wrapper(getattr(module, child))" in snippet
     ast.parse(snippet)
+
+
+def test_the_calls_that_shard_a_model_use_no_name_but_the_model() -> None:
+    parameters = {f"model.layers.{at}.mlp.weight": [4, 4] for at in range(3)}
+    units = [steady_run().manifest.units[0].model_copy(update={"parameters": parameters})]
+    manifest = steady_run().manifest.model_copy(update={"units": units})
+    snippet = write_sharding(manifest)
+    assert "for block in model.get_submodule('model.layers'):" in snippet
+    names = {node.id for node in ast.walk(ast.parse(snippet)) if isinstance(node, ast.Name)}
+    assert names == {"model", "block", "fully_shard"}

@@ -105,8 +105,8 @@ def test_another_rank_can_be_asked_for():
         builder.rank(number).step(0, 0, 100)
         builder.rank(number).all_gather("layers.0", 0, waited, need=0)
     run = builder.build()
-    assert measure_exposed(run).exposed_ns == 10
-    assert measure_exposed(run, rank=1).exposed_ns == 70
+    assert measure_exposed(run).exposed_ns == 70
+    assert measure_exposed(run, rank=0).exposed_ns == 10
 
 
 def test_a_rank_without_a_timed_step_has_no_exposure():

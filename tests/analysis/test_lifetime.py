@@ -82,6 +82,22 @@ def test_exposed_communication_and_data_are_parts_of_the_training():
     assert parts == {"exposed": 0, "data": 3, "host-bound": 0}
 
 
+def test_waits_of_detailed_steps_stand_for_plain_ones():
+    builder = RunBuilder(world_size=1)
+    rank = builder.rank(0)
+    for step in range(5):
+        is_plain = step in (2, 3)
+        rank.step(step, 100 * step, 100 * step + 100, is_plain=is_plain)
+        if not is_plain:
+            rank.all_gather("layers.0", 100 * step, 100 * step + 10, need=100 * step)
+        rank.add(EventKind.DATA, 100 * step + 90, 100 * step + 95, phase=Phase.DATA, step=step)
+    found = measure_lifetime(builder.build())
+    parts = {part.phase: part.duration_ns for part in found.training_parts}
+    assert parts == {"exposed": 40, "data": 20, "host-bound": 0}
+    [note] = found.notes[-1:]
+    assert "The waits of 2 of 4 steps are recorded" in note
+
+
 def test_a_saved_checkpoint_is_no_training():
     found = durations(attempt(saves=80))
     assert (found["checkpoint"], found["training"]) == (5, 25)

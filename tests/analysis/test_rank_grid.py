@@ -41,6 +41,12 @@ def test_where_only_steps_that_are_left_out_exist_they_count():
     assert grid.highest == GridCell(rank=2, step=0, value=90)
 
 
+def test_the_highest_peak_is_one_of_all_steps():
+    grid = measure_rank_grid(uneven_run(warmup_steps=1), metric="peak_allocated_bytes")
+    assert grid.left_out == ()
+    assert grid.highest == GridCell(rank=2, step=0, value=9000)
+
+
 def test_memory_is_laid_out_in_bytes():
     grid = measure_rank_grid(uneven_run(), metric="peak_allocated_bytes")
     np.testing.assert_array_equal(grid.values, [[5000, 1000, 2000], [9000, 3000, NAN]])

@@ -64,8 +64,17 @@ def test_the_median_rank_is_the_one_that_waits_as_the_middle_rank_does():
     assert chosen_rank(run_with_exposed(50, 0, 40)) == 2
 
 
-def test_of_two_ranks_the_one_that_waits_less_stands_for_the_run():
-    assert chosen_rank(run_with_exposed(50, 10)) == 1
+def test_of_two_equal_ranks_the_one_that_waits_less_stands_for_the_run():
+    assert chosen_rank(run_with_exposed(11, 10)) == 1
+
+
+def test_of_two_ranks_the_one_that_waits_for_a_straggler_stands_for_the_run():
+    assert chosen_rank(run_with_exposed(50, 10)) == 0
+
+
+def test_no_rank_of_a_slow_half_stands_for_the_run():
+    assert chosen_rank(run_with_exposed(5, 50, 4, 60)) == 1
+    assert chosen_rank(run_with_exposed(49, 50, 4, 60)) == 0
 
 
 def test_a_single_straggler_never_stands_for_the_run():
@@ -77,7 +86,7 @@ def test_no_rank_stands_for_a_run_without_steps():
 
 
 def test_a_rank_whose_files_are_missing_stands_for_the_run_only_if_alone():
-    run = run_with_exposed(50, 10)
+    run = run_with_exposed(10, 50)
     assert chosen_rank(replace(run, ranks=run.ranks[:1])) == 0
     assert chosen_rank(replace(run, ranks=())) == 1
 

@@ -5,9 +5,15 @@ import pytest
 
 from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.analysis.breakdown_causes import measure_breakdown_causes
-from fsdp_inspect.analysis.step_waits import describe_event, measure_step_waits
-from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.analysis.step_waits import (
+    DataWait,
+    describe_event,
+    find_data_wait,
+    measure_step_waits,
+)
+from fsdp_inspect.trace.codes import EventKind, Phase
 from tests.app.synthetic import MESSAGE_BYTES, make_run
+from tests.builders import RunBuilder
 
 LAST = 9
 """The unit `norm, lm_head`, whose all-gather is the longest wait."""
@@ -86,3 +92,21 @@ def test_without_a_fit_and_without_a_wait_nothing_is_made_up(run):
     facts = describe_event(run.manifest, events, event, waits=waits, bandwidth=None)
     assert facts.fit_bus_bytes_per_s is None
     assert (facts.exposed_ns, facts.causes_ns) == (0, {})
+
+
+def test_the_wait_for_data_is_that_of_a_step_with_the_typical_time_for_data():
+    builder, start = RunBuilder(world_size=1), 0
+    rank = builder.rank(0)
+    for step, data_ns in enumerate((30, 0, 30, 0, 30)):  # every second step finds its batch ready
+        rank.step(step, start, start + 100)
+        if data_ns:
+            rank.add(EventKind.DATA, start + 5, start + 5 + data_ns, phase=Phase.DATA)
+        start += 100
+    assert find_data_wait(builder.build()) == DataWait(rank=0, step=2, start_ns=5, end_ns=35)
+
+
+def test_a_run_that_waits_for_no_data_has_no_such_wait():
+    assert find_data_wait(RunBuilder().build()) is None
+    builder = RunBuilder(world_size=1)
+    builder.rank(0).step(0, 0, 100)
+    assert find_data_wait(builder.build()) is None

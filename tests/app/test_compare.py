@@ -108,8 +108,8 @@ def test_settings_that_differ_come_before_what_they_cost(compared, comparison):
 
 def test_every_change_has_a_verdict_on_noise(compared):
     cost = compared.dataframe[2].value.set_index("")
-    assert cost.loc["communicated bytes", "verdict on after"] == "equal"
-    assert cost.loc["communication", "verdict on after"] == "within noise"
+    assert cost.loc["communicated bytes", "verdict"] == "equal"
+    assert cost.loc["communication", "verdict"] == "within noise"
 
 
 def test_reasons_are_those_of_the_library(compared, comparison):

@@ -17,8 +17,10 @@ from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, forma
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.codes import EventKind, Phase
 from tests.app.conftest import HOSTILE_UNIT
-from tests.app.synthetic import make_run, write_run
+from tests.app.synthetic import MS, make_run, write_run
+from tests.builders import RunBuilder, write_run as write_built
 from tests.cases import mark_slow
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
@@ -41,6 +43,7 @@ def read(app):
         for element in (*headings, *app.markdown, *app.caption, *app.warning, *app.info)
     ]
     texts += [one.proto.help for one in (*headings, *app.metric)]
+    texts += [f"{one.label} {one.value} {one.delta}" for one in app.metric]
     return re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", "\n".join(texts)).replace("\N{WORD JOINER}", "")
 
 
@@ -169,7 +172,7 @@ def test_overview_recommends_what_advice_does(open_app, tmp_path):
     text = read(app)
     assert f"{first.what}: saves {format_ns(first.saved_ns)} a step" in text
     assert f"interval {interval})" in text
-    assert f"self-check {format_error(advice.plan.replay_error)} · 2 of 2 ranks" in text
+    assert f"Self-check {format_error(advice.plan.replay_error)} simulated" in text
     assert "Searching for the best change" not in read(app)
     app.switch_page("app_pages/advice/advice.py").run()
     assert f"1. {first.what}" in read(app)
@@ -188,7 +191,13 @@ def test_overview_says_the_verdict_first_and_then_the_digests_numbers(shown, run
     assert digest.verdict.sentence in read(app)
     assert digest.verdict.why in read(app)
     assert digest.verdict.because in read(app)
-    assert [metric.value.replace("\\", "") for metric in app.metric] == [
+    values = [metric.value.replace("\\", "") for metric in app.metric]
+    assert values[:3] == [
+        format_ns(digest.step_time_ns.typical),
+        format_ns(digest.exposed_ns),
+        format_bytes(digest.peak_allocated_bytes),
+    ]
+    assert values[-5:] == [
         format_ns(digest.step_time_ns.typical),
         format_ns(digest.exposed_ns),
         format_ratio(digest.overlap_ratio),
@@ -210,6 +219,26 @@ def test_overview_shows_three_units_and_folds_the_rest(open_app):
         "Findings and further steps",
         "About this run",
     ]
+
+
+def test_the_evidence_of_a_wait_for_data_is_such_a_wait(open_app, tmp_path):
+    builder, start = RunBuilder(world_size=1), 0
+    rank = builder.rank(0)
+    for step in range(8):
+        data_ns = 60 * MS * (step % 2)  # every second step finds its batch ready
+        rank.step(step, start, start + 200 * MS)
+        rank.add(EventKind.DATA, start, start + data_ns, phase=Phase.DATA)
+        rank.add(EventKind.FORWARD, start + data_ns, start + 200 * MS, phase=Phase.FORWARD)
+        start += 200 * MS
+    write_built(builder.build(), tmp_path / "run")
+    app = open_app(tmp_path, "overview", run="run")
+    assert "The step is input-bound" in read(app)
+    (link,) = (one.proto for one in app.get("page_link") if "Show evidence" in one.proto.label)
+    query = parse_qs(link.query_string)
+    assert int(query["step"][0]) % 2 == 1
+    assert query["range"] == [f"0-0-{60 * MS}"]
+    app = open_app(tmp_path, "timeline", **{name: values[0] for name, values in query.items()})
+    assert not app.exception
 
 
 def test_overviews_step_adds_up(shown, runs_folder):

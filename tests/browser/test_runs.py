@@ -103,7 +103,7 @@ def test_a_click_on_a_name_opens_the_run(states_server, tab):
     dashboard.page.wait_for_url("**/overview?**")
     dashboard.settle()
     assert address_of(dashboard)["run"] == ["many-ranks"]
-    assert "1024 ranks" in dashboard.page.get_by_test_id("stMain").inner_text()
+    assert "1,024 ranks" in dashboard.page.get_by_test_id("stMain").inner_text()
 
 
 def test_ticked_runs_lead_to_their_comparison(states_server, tab, names):

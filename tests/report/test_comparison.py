@@ -7,8 +7,8 @@ from tests.report.terminal_text import text_of
 
 HEAD = """\
 Compared runs
-A  kept
-B  freed
+A  kept, times of rank 0
+B  freed, times of rank 0
 reshard: false -> true
 
 """

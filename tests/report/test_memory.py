@@ -1,6 +1,7 @@
 from fsdp_inspect.analysis.memory.overview import measure_memory_overview
+from fsdp_inspect.formatting import format_category
 from fsdp_inspect.report.memory_wording import render_memory
-from fsdp_inspect.trace.codes import MemoryPoint, Phase
+from fsdp_inspect.trace.codes import MemoryCategory, MemoryPoint, Phase
 from fsdp_inspect.trace.run import FailedRequest
 from tests.builders import MIB, RunBuilder, steady_run
 from tests.report import terminal_text as rendering
@@ -111,3 +112,15 @@ def test_names_from_the_run_are_never_markup():
     rank.step(0, 0, 10)
     rank.memory(MemoryPoint.FORWARD_END, 5, unit="[red]a", phase=Phase.FORWARD)
     assert "[red]a" in shown(builder.build())
+
+
+def test_memory_of_whole_parameters_has_no_words_of_shards() -> None:
+    builder = RunBuilder(["bucket 0"], world_size=2)
+    builder.unit("bucket 0", shard_group=-1, replicate_group=0)
+    name = builder.build().manifest.name_category
+    named = {each.label: format_category(name(each.label)) for each in MemoryCategory}
+    assert (named["sharded_parameter"], named["sharded_gradient"]) == ("parameter", "gradient")
+    assert named["reduce_scatter_buffer"] == "bucket"
+    assert name("sharded_parameter") == "sharded_parameter"  # in files and comparisons
+    sharded = steady_run().manifest.name_category("sharded_parameter")
+    assert format_category(sharded) == "sharded parameter"

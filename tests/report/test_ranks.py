@@ -28,7 +28,7 @@ def test_the_straggler_is_the_first_line(llama):
     assert "Its backward takes 3.86 s longer per step than on other ranks." in text
     assert "The cost is 35.3% of the step." in text
     assert "as long as rank 3, steps 0 to 3 would take 8.75 s a step instead of 13.5 s" in text
-    assert "Self-check: the replay differs from the recorded steps by 0" in text
+    assert "The replay differs from the recorded steps by 0" in text
     assert "The error of the replay with changed work is unknown." in text
 
 

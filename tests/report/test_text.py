@@ -12,7 +12,7 @@ from tests.report.terminal_text import text_of
 
 SUMMARY = """\
 hand-made  complete
-2 ranks · gloo · cpu · Decoder, 200 parameters
+2 ranks · FSDP2 · gloo · cpu · Decoder, 200 parameters
 
 {verdict}
 
@@ -208,4 +208,4 @@ def test_the_backend_of_an_emulated_run_is_called_so():
     builder = RunBuilder(backend="fake")
     builder.rank(0).step(0, 0, 10)
     headline = text_of(render_summary(measure_summary(builder.build()))).splitlines()[1]
-    assert headline.split(" · ")[1] == "emulated"
+    assert headline.split(" · ")[2] == "emulated"

@@ -17,7 +17,7 @@ from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.store.reduction.memory_parts import samples_of
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.live_memory import RESTING, LiveBytes, LiveHistory, LiveMoment
-from fsdp_inspect.trace.run import RankRecord, RunSource
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 
@@ -139,10 +139,9 @@ def measure_memory_instant(
     start_ns = _start_of(record, table)
     if start_ns is None:
         return None
-    fqns = {number: unit.fqn for number, unit in enumerate(run.manifest.units)}
     history = run.live_history(rank)
     if history is not None and history.step == step:
-        return _at(history, rank, offset_ns, start_ns, fqns)
+        return _at(history, rank, offset_ns, start_ns, run.manifest)
     kept = [*_kept_moments(run.live_moments(rank), table, step, start_ns)]
     if not kept:
         return None
@@ -153,7 +152,7 @@ def measure_memory_instant(
         offset_ns=nearest.offset_ns,
         phase=nearest.moment.phase,
         bytes=nearest.moment.bytes,
-        rows=_rows(nearest.moment.live, fqns),
+        rows=_rows(nearest.moment.live, run.manifest),
         known_offsets_ns=tuple(sorted(one.offset_ns for one in kept)),
     )
 
@@ -166,7 +165,7 @@ def _start_of(record: RankRecord, table: MemoryTable) -> int | None:
 
 
 def _at(
-    history: LiveHistory, rank: int, offset_ns: int, start_ns: int, fqns: Mapping[int, str]
+    history: LiveHistory, rank: int, offset_ns: int, start_ns: int, manifest: RunManifest
 ) -> LiveInstant:
     """The memory after all changes until the instant."""
     times = np.array(history.time_ns, dtype=np.int64)
@@ -179,7 +178,7 @@ def _at(
         for owner, size in zip(history.owners, held.tolist(), strict=True)
         if size > 0
     ]
-    rows = _rows(live, fqns)
+    rows = _rows(live, manifest)
     total = sum(row.bytes for row in rows)
     return LiveInstant(rank, history.step, offset_ns, "", total, rows, ())
 
@@ -201,6 +200,10 @@ def _kept_moments(
             yield _Kept(moment, int(own[-1]) - start_ns)
 
 
-def _rows(live: Iterable[LiveBytes], fqns: Mapping[int, str]) -> tuple[LiveRow, ...]:
-    rows = [LiveRow(fqns.get(one.unit), one.category, one.place, one.bytes) for one in live]
+def _rows(live: Iterable[LiveBytes], manifest: RunManifest) -> tuple[LiveRow, ...]:
+    fqns = {number: unit.fqn for number, unit in enumerate(manifest.units)}
+    rows = [
+        LiveRow(fqns.get(one.unit), manifest.name_category(one.category), one.place, one.bytes)
+        for one in live
+    ]
     return tuple(sorted(rows, key=lambda row: -row.bytes))

@@ -10,7 +10,7 @@ ranks are fast.
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -438,7 +438,7 @@ def _find_resting(run: RunSource, peak: PeakMoment, table: MemoryTable) -> PeakM
 
 def _moment(run: RunSource, rank: int, row: MemoryTable, owners: MemoryTable) -> PeakMoment:
     """Convert one row with categories, and the rows of its owners."""
-    fqns, unit = _fqns(run), int(row.unit[0])
+    fqns, unit, name = _fqns(run), int(row.unit[0]), run.manifest.name_category
     return PeakMoment(
         rank=rank,
         step=int(row.step[0]),
@@ -446,8 +446,8 @@ def _moment(run: RunSource, rank: int, row: MemoryTable, owners: MemoryTable) ->
         unit=unit,
         fqn=fqns.get(unit),
         bytes=int(row.allocated[0]),
-        categories=_categories(row, 0),
-        owners=_owners(owners, fqns),
+        categories=_categories(row, 0, name),
+        owners=_owners(owners, fqns, name),
     )
 
 
@@ -455,27 +455,31 @@ def _fqns(run: RunSource) -> dict[int, str]:
     return {unit.index: unit.fqn for unit in run.manifest.units}
 
 
-def _owners(rows: MemoryTable, fqns: dict[int, str]) -> tuple[OwnerBytes, ...]:
+def _owners(
+    rows: MemoryTable, fqns: dict[int, str], name: Callable[[str], str]
+) -> tuple[OwnerBytes, ...]:
     owners = [
         OwnerBytes(
             unit=int(unit),
             fqn=fqns.get(int(unit)),
             bytes=int(rows.allocated[position]),
-            categories=_categories(rows, position),
+            categories=_categories(rows, position, name),
         )
         for position, unit in enumerate(rows.unit)
     ]
     return tuple(sorted(owners, key=lambda owner: -owner.bytes))
 
 
-def _categories(rows: MemoryTable, position: int) -> tuple[CategoryBytes, ...]:
+def _categories(
+    rows: MemoryTable, position: int, name: Callable[[str], str]
+) -> tuple[CategoryBytes, ...]:
     """Return the categories of one row, largest first. The rest is `unattributed`."""
     held = {
         category: max(int(getattr(rows, category.label)[position]), 0)
         for category in MemoryCategory
     }
     inside = sum(held.values()) - held[MemoryCategory.OUTSIDE_ALLOCATOR]
-    named = [CategoryBytes(category.label, amount) for category, amount in held.items()]
+    named = [CategoryBytes(name(category.label), amount) for category, amount in held.items()]
     named.append(CategoryBytes(UNATTRIBUTED, int(rows.allocated[position]) - inside))
     return tuple(sorted((row for row in named if row.bytes > 0), key=lambda row: -row.bytes))
 

@@ -130,7 +130,7 @@ def measure_step_memory(run: RunSource, *, rank: int, step: int | None = None) -
         sampled_steps=tuple(steps),
         is_allocator=bool(np.any(own.reserved != MISSING_INT)),
         readings=listed,
-        composition=_compose(table.where(table.step == chosen), start_ns),
+        composition=_compose(run, table.where(table.step == chosen), start_ns),
         phases=_stretches(names, own.time_ns - start_ns),
         units=_stretches([fqns.get(unit) for unit in own.unit.tolist()], own.time_ns - start_ns),
         peak=listed[int(np.lexsort((-own.time_ns, own.allocated, own_highest))[-1])],
@@ -182,7 +182,7 @@ def _knows_categories(table: MemoryTable) -> NDArray[np.bool_]:
     return known
 
 
-def _compose(table: MemoryTable, start_ns: int) -> Composition | None:
+def _compose(run: RunSource, table: MemoryTable, start_ns: int) -> Composition | None:
     """Return the categories over time. The last series is the unattributed rest."""
     rows = table.where(_knows_categories(table) & (table.allocated != MISSING_INT))
     if len(rows) < _LEAST_COMPOSED:
@@ -195,7 +195,7 @@ def _compose(table: MemoryTable, start_ns: int) -> Composition | None:
     return Composition(
         offsets_ns=tuple((rows.time_ns - start_ns).tolist()),
         series=tuple(
-            CategorySeries(category, tuple(amounts.tolist()))
+            CategorySeries(run.manifest.name_category(category), tuple(amounts.tolist()))
             for category, amounts in held.items()
             if np.any(amounts)
         ),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.step_selection import LEAST_LATE_RATIO
 from fsdp_inspect.analysis.stragglers.arrivals import NEVER, Arrivals
 from fsdp_inspect.analysis.stragglers.rank_replay import RankPricing
 from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE, RankWork, steps_to_tell
@@ -17,7 +18,7 @@ from fsdp_inspect.formatting import format_ranks, format_ratio
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, Phase
 
-LEAST_COST_RATIO = 0.02
+LEAST_COST_RATIO = LEAST_LATE_RATIO
 LEAST_BUSIEST_RATIO = 0.75
 MAX_ERROR_RATIO = 0.05
 """The largest accepted error of a replay in its own steps. With a larger error, there is no

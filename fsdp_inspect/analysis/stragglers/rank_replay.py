@@ -11,7 +11,7 @@ rank (for example, because its host wakes up late). A rank arrives in one of thr
     in a wait         it was issued while the rank waited: at the same time after the wait began
     behind another    it was issued before the previous one on its stream ended: right after that
 
-With the recorded programs, the replay must give the recorded step. This is a self-check and not a
+With the recorded programs, the replay must give the recorded step. This is a check and not a
 prediction: programs, transfers and lags come from the replayed steps, so agreement shows that the
 dependencies are right, not how accurate a changed step is. Then programs are exchanged: a straggler
 gets the program of another rank.
@@ -109,11 +109,15 @@ class Replay:
         starts = [program.start_ns for program in self._programs.values()]
         return _step_time(ends.max(axis=0).tolist(), min(starts))
 
-    def step_time_ns(self, donors: Mapping[int, int] | None = None) -> int | None:
+    def step_time_ns(
+        self, donors: Mapping[int, int] | None = None, *, only: int | None = None
+    ) -> int | None:
         """Return the replayed time of a step, defined like `recorded_ns`.
 
         Args:
             donors: By rank, the rank whose program it runs instead of its own.
+            only: The only rank of the replay. It then waits for no other rank, as if all ranks
+                worked like it.
 
         Returns:
             None if the order cannot be replayed because a rank waits for a collective that never
@@ -121,7 +125,7 @@ class Replay:
         """
         donor_of = donors or {}
         world = _World()
-        for rank in sorted(self._programs):
+        for rank in sorted(self._programs) if only is None else [only]:
             program = self._programs[donor_of.get(rank, rank)]
             keys, lags = self._keys(program, rank), self._lags_ns[program.rank]
             world.add(program, keys, lags, self._recorded)
@@ -462,7 +466,8 @@ class StepReplay:
     """|replayed - recorded| / recorded, for the steps that supplied the replay. It checks the order
     of events in the replay. It is not the error of a prediction."""
     balanced_ns: int
-    """Duration of a step in which every rank has the work of the median rank by work."""
+    """Duration of a step with equal work on all ranks: the mean over the ranks of the step in which
+    all of them work like that rank. The total work is then as recorded."""
 
 
 class RankPricing:
@@ -508,13 +513,13 @@ class RankPricing:
 
     def _price_all(self, steps: tuple[int, ...]) -> None:
         recorded, replayed = self._replay.recorded_ns, self._replay.step_time_ns()
-        like = self._replay.typical_of(self._ranks)
-        balanced = self._replay.step_time_ns(dict.fromkeys(self._ranks, like))
-        if replayed is None or balanced is None or recorded <= 0:
+        alone = [self._replay.step_time_ns(only=rank) for rank in self._ranks]
+        equal = [time for time in alone if time is not None]
+        if replayed is None or len(equal) < len(alone) or recorded <= 0:
             self.refusals.append(
                 "The recorded steps cannot be replayed, because a rank waits for a collective that "
                 "the other ranks never issue. The cost of late ranks is unknown."
             )
             return
         error = abs(replayed - recorded) / recorded
-        self.result = StepReplay(steps, recorded, replayed, error, balanced)
+        self.result = StepReplay(steps, recorded, replayed, error, round(sum(equal) / len(equal)))

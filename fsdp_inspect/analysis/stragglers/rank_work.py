@@ -74,7 +74,7 @@ class RankWork:
         steps = common_steps(members)
         self._ranks = [member.rank for member in members]
         work = [
-            (member.step_time_ns - member.exposed_ns)[
+            member.own_work_ns[
                 slice(None) if len(member.steps) == len(steps) else np.isin(member.steps, steps)
             ]
             for member in members

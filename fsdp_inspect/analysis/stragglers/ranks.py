@@ -423,7 +423,7 @@ def _busiest_ratios(members: Sequence[RankSteps]) -> dict[int, float]:
     """Return, by rank, the fraction of its steps in which no other rank works longer."""
     if not members:
         return {}
-    work = np.concatenate([member.step_time_ns - member.exposed_ns for member in members])
+    work = np.concatenate([member.own_work_ns for member in members])
     steps, place = np.unique(
         np.concatenate([member.steps for member in members]), return_inverse=True
     )

@@ -716,7 +716,8 @@ def _changes_of_most_exposed(facts: StepFacts) -> Iterator[tuple[int, str]]:
         )
     of_reductions = sum(facts.exposed_by_kind_ns.get(each, 0) for each in _REDUCTIONS)
     is_reduction = kind == "reduce_scatter" or (kind in _REDUCTIONS and facts.top.fqn is not None)
-    if is_reduction and facts.reduces_in_float32:
+    has_backend = facts.is_kernel_trace or sharder.backend_of_16_bits in facts.backend
+    if is_reduction and facts.reduces_in_float32 and has_backend:
         yield (
             max(of_reductions, facts.top.exposed_ns) // 2,
             f"Reduce gradients in bfloat16 ({sharder.reduce_in_16_bits}): this halves the "

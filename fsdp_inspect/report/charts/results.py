@@ -13,6 +13,7 @@ from fsdp_inspect.analysis.stragglers.ranks import RankRow
 from fsdp_inspect.analysis.units import UnitCost
 from fsdp_inspect.formatting import (
     format_bytes,
+    format_category,
     format_count,
     format_ns,
     format_owner,
@@ -293,7 +294,12 @@ def draw_alive(peak: PeakMoment, *, most: int) -> Chart:
         name = "(no unit)" if owner.fqn is None else format_unit(owner.fqn)
         amounts = {one.category: one.bytes for one in owner.categories}
         parts = [
-            (look, amounts[category], f"{name}: {format_bytes(amounts[category])} {look.label}", "")
+            (
+                look,
+                amounts[category],
+                f"{name}: {format_bytes(amounts[category])} {format_category(category)}",
+                "",
+            )
             for category, look in looks
             if amounts.get(category)
         ]
@@ -302,5 +308,5 @@ def draw_alive(peak: PeakMoment, *, most: int) -> Chart:
     return draw_bars(
         rows,
         MetricUnit.BYTES,
-        legend=[(look, look.label) for _, look in looks if look in legend],
+        legend=[(look, format_category(category)) for category, look in looks if look in legend],
     )

@@ -172,7 +172,13 @@ def test_jitter_that_both_ranks_have_is_not_billed_to_the_later_one():
     one, two = measure_ranks(build_run(*steady)), measure_ranks(build_run(*jittering))
     assert one.straggler.cost_ns == 60
     assert 0 < two.straggler.cost_ns <= 60
-    assert two.imbalance_ns > two.straggler.cost_ns
+
+
+def test_imbalance_costs_no_more_than_the_ranks_wait():
+    ranks = measure_ranks(build_run(*[(160, 100), (100, 160)] * 6))
+    assert ranks.straggler is None
+    assert ranks.imbalance_ns == 30
+    assert ranks.imbalance_ns <= min(row.exposed_ns for row in ranks.ranks)
 
 
 def test_a_single_stall_costs_nothing_beyond_the_typical_step():

@@ -14,7 +14,6 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_unit, plural
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.report.advice import (
     describe_effect,
-    describe_new_run,
     describe_plan_for_limit,
     describe_plan_peak,
     describe_row,
@@ -50,7 +49,9 @@ from fsdp_inspect_app.app_pages.advice.charts import draw_front, frame_front, fr
 from fsdp_inspect_app.app_pages.advice.search import advice_of, default_request
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
+    Tile,
     show_card,
+    show_caveats,
     show_chart_card,
     show_code,
     show_csv_button,
@@ -59,6 +60,7 @@ from fsdp_inspect_app.cards import (
     show_note,
     show_table,
     show_text,
+    show_tiles,
     show_title,
 )
 from fsdp_inspect_app.drawn_chart import Click
@@ -117,8 +119,9 @@ def _show_recommended(advice: Advice, question: Question, manifest: RunManifest)
     """Show the fix or change to make first, in full, and what makes it uncertain."""
     finding, suggestion = recommended(advice)
     plan = advice.plan
-    if plan is not None and (finding is None or not plan.recorded_fits):
-        show_text(plain(_describe_numbers(plan)))
+    is_of_plan = finding is None or (plan is not None and not plan.recorded_fits)
+    if plan is not None and is_of_plan:
+        _show_numbers(plan)
     if finding is not None:
         title = "Recommended fix" if finding.sentence == advice.answer else finding.sentence
         _show_finding(finding, manifest, key="recommended", title=title)
@@ -128,10 +131,8 @@ def _show_recommended(advice: Advice, question: Question, manifest: RunManifest)
         _show_proposal(title_of_plan(plan), plan.fastest, plan, question, key="recommended")
     elif suggestion is not None and plan is not None:
         _show_suggestion(suggestion, plan, question, manifest, key="recommended")
-    if plan is not None and plan.suggestions and plan.caveats:
-        mark = "- " if len(plan.caveats) > 1 else ""
-        lines = "\n".join(f"{mark}{plain(caveat)}" for caveat in plan.caveats)
-        st.warning(lines, icon=":material/warning:")
+    if plan is not None and plan.suggestions and is_of_plan:
+        show_caveats(plan.caveats)
 
 
 def _ask(entry: RunEntry) -> Question | None:
@@ -200,8 +201,14 @@ def _ask_dtypes() -> bool:
 
 
 def _show_refusal(advice: Advice, manifest: RunManifest) -> None:
-    with show_card("This run cannot be simulated", key="refusal"):
+    traits = manifest.sharder_traits
+    title = "This run cannot be simulated"
+    if traits.has_buckets:
+        title = f"{traits.title} has buckets instead of a plan"
+    with show_card(title, key="refusal"):
         show_text(plain(advice.refusal or ""))
+        if traits.has_buckets:
+            page_link("what_if")
         show_why_not_simulated(manifest)
 
 
@@ -269,18 +276,26 @@ def _show_plan(
         show_note(plain(describe_searched_plans(plan)))
 
 
-def _describe_numbers(plan: PlanAdvice) -> str:
-    """The plan beside the recorded one, in one line."""
-    fastest = plan.fastest
-    return " · ".join(
-        (
-            f"Step {format_ns(fastest.step_ns)} (predicted; {describe_new_run(fastest)}) "
-            f"instead of {format_ns(plan.replayed_step_ns)} (simulated; "
-            f"{format_ns(plan.recorded_step_ns)} measured)",
-            f"peak {format_bytes(fastest.peak_bytes)} instead of "
-            f"{format_bytes(plan.replayed_peak_bytes)}",
-            f"self-check {format_error(plan.replay_error)}",
-        )
+def _show_numbers(plan: PlanAdvice) -> None:
+    """Show the plan beside the recorded one."""
+    fastest, peak = plan.fastest, format_bytes(plan.replayed_peak_bytes)
+    show_tiles(
+        [
+            Tile(
+                "Predicted step",
+                format_ns(fastest.step_ns),
+                f"instead of {format_ns(plan.replayed_step_ns)} (simulated; "
+                f"{format_ns(plan.recorded_step_ns)} measured)",
+            ),
+            Tile(
+                "New run",
+                f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}",
+                "predicted interval of the step",
+            ),
+            Tile("Predicted peak", format_bytes(fastest.peak_bytes), f"instead of {peak}"),
+            Tile("Self-check", format_error(plan.replay_error), "simulated / measured step"),
+        ],
+        border=False,
     )
 
 

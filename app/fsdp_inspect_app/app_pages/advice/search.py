@@ -9,6 +9,7 @@ import streamlit as st
 
 from fsdp_inspect import Run
 from fsdp_inspect.result_types import Advice, AdviceRequest, RunEntry
+from fsdp_inspect.simulation.simulate import measure_self_check
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.knobs import PLAN_FILE
 
@@ -30,22 +31,41 @@ def advice_of(entry: RunEntry, request: AdviceRequest) -> Advice:
     return memo[0]
 
 
-def search_in_background(entry: RunEntry, run: Run) -> str | None:
-    """Start the search with the default request, once; returns its error, if it has failed."""
+def search_in_background(entry: RunEntry, run: Run, *, with_advice: bool) -> str | None:
+    """Start the self-check and, if asked, the search with the default request, once.
+
+    Returns:
+        None: both are known. Empty: they are not known yet. Else their error.
+    """
+    path, contents = str(entry.path), loading.contents_of(entry)
     request = default_request(entry)
-    memo = _memo(str(entry.path), loading.contents_of(entry), request)
-    state = _searches(str(entry.path), loading.contents_of(entry))
-    if not memo and not state:
+    memo, checks = _memo(path, contents, request), _checks(path, contents)
+    if checks and (memo or not with_advice):
+        return None
+    state = _searches(path, contents)
+    if not state:
         state.append("")
 
         def search() -> None:
             try:
-                memo.append(_ask(run, request, lambda _: None))
+                checks.append(measure_self_check(run.source))
+                if with_advice and not memo:
+                    memo.append(_ask(run, request, lambda _: None))
             except Exception as error:  # the page shows it
                 state[0] = f"The search for a change failed: {error}"
 
         threading.Thread(target=search, name="search", daemon=True).start()
-    return state[0] if state else None
+    return state[0]
+
+
+def known_self_check(entry: RunEntry) -> float | None:
+    """The self-check of the run, if it is already known."""
+    return next(iter(_checks(str(entry.path), loading.contents_of(entry))), None)
+
+
+@st.cache_resource(max_entries=128, show_spinner=False)
+def _checks(path: str, contents: tuple[int, int]) -> list[float]:
+    return []
 
 
 @st.cache_resource(max_entries=128, show_spinner=False)

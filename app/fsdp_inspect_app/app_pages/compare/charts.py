@@ -88,12 +88,12 @@ def frame_settings(settings: Sequence[SettingDifference], labels: Sequence[str])
         [
             {
                 "setting": setting.name,
-                "group": setting.group,
-                "where": setting.where or "the whole run",
                 **{
                     label: _written(value)
                     for label, value in zip(labels, setting.values, strict=True)
                 },
+                "group": setting.group,
+                "where": setting.where or "the whole run",
             }
             for setting in settings
         ]
@@ -126,8 +126,9 @@ def _metric_row(metric: MetricComparison, labels: Sequence[str]) -> dict[str, An
     for label, value, judgement in others:
         is_same = value is not None and value == metric.values[0]
         row[label] = format_metric(metric.name, value)
-        row[f"change to {label}"] = format_change(0 if is_same else judgement.change)
-        row[f"verdict on {label}"] = describe_judgement(judgement)
+        to, on = (f" to {label}", f" on {label}") if len(labels) > 2 else ("", "")
+        row[f"change{to}"] = format_change(0 if is_same else judgement.change)
+        row[f"verdict{on}"] = describe_judgement(judgement)
     return row
 
 

@@ -240,6 +240,8 @@ def _show_side(side: Side, by_run: Mapping[str, RunEntry], place: int) -> None:
     standing = next(run for run in side.runs if run.run_id == side.median_run)
     role = "baseline" if place == 0 else "compared"
     facts = [role, f"{standing.num_timed_steps} timed steps", standing.status]
+    if side.rank is not None:
+        facts.append(f"times of rank {side.rank}")
     if len(side.runs) > 1:
         facts.append(f"median of {len(side.runs)} repeats")
     with show_card(side.label, key=f"side-{label_of(place)}"):
@@ -310,7 +312,10 @@ def _show_steps(contents: ComparisonContents) -> None:
     show_chart_card(
         "Parts of the step by side",
         draw_steps(
-            [(label, {part.name: part.duration_ns for part in step.parts}) for label, step in steps]
+            [
+                (f"{label}, rank {step.rank}", {part.name: part.duration_ns for part in step.parts})
+                for label, step in steps
+            ]
         ),
         frame_compared_parts(comparison.parts, [side.label for side in comparison.sides]),
         key="steps",
@@ -508,7 +513,7 @@ def _show_timelines(
         except FsdpInspectError as error:
             show_empty_card(title, str(error), key="timelines")
             return
-        name = f"{side.label}, step {step.closest_step}"
+        name = f"{side.label}, rank {step.rank}, step {step.closest_step}"
         tracks.append(replace(drawn, title=name))
     note = "Both start at 0 and zoom together. Hatching marks exposed waits."
     with show_card(title, key="timelines", note=note) as header:
@@ -518,6 +523,7 @@ def _show_timelines(
                     "timeline",
                     plain(f"Open {side.label}"),
                     run=by_run[side.median_run].id,
+                    rank=step.rank if step else None,
                     step=step.closest_step if step else None,
                     unit=None,
                 )

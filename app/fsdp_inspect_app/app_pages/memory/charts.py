@@ -82,7 +82,13 @@ def _areas(memory: StepMemory) -> Iterator[Line]:
         return
     for series in memory.composition.series:
         look = palette.MEMORY_LOOKS[series.category]
-        yield Line(look.label, memory.composition.offsets_ns, series.bytes, "stack", look.colour)
+        yield Line(
+            format_category(series.category),
+            memory.composition.offsets_ns,
+            series.bytes,
+            "stack",
+            look.colour,
+        )
 
 
 def _lines(memory: StepMemory) -> Iterator[Line]:

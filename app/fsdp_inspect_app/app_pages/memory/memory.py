@@ -326,7 +326,12 @@ def _show_peak(overview: MemoryOverview) -> None:
     show_chart_card(
         f"Memory at the peak by unit: {format_bytes(peak.bytes)}",
         draw_alive(peak, most=_MOST_OWNERS),
-        frame_of(MemoryOverview.TABLE, peak.owners),
+        frame_of(MemoryOverview.TABLE, peak.owners).rename(
+            columns={  # the table has the words of FSDP
+                f"{format_category(str(category))} (MiB)": f"{format_category(category)} (MiB)"
+                for category in (one.category for one in peak.categories)
+            }
+        ),
         key="memory-alive",
         alt=f"Bars of the memory that each unit owns at the peak; the largest is "
         f"{name_place(owners[0].fqn)} with {format_bytes(owners[0].bytes)}",

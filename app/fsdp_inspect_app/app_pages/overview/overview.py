@@ -9,7 +9,9 @@ import streamlit as st
 
 from fsdp_inspect import Run
 from fsdp_inspect.advice.run_advice import find_findings
+from fsdp_inspect.analysis.context import try_measure
 from fsdp_inspect.analysis.scalars import find_loss
+from fsdp_inspect.analysis.step_waits import find_data_wait
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.analysis.verdict import COMPARE_PLANS
 from fsdp_inspect.analysis.verdict.facts import OF_WAITS
@@ -34,12 +36,12 @@ from fsdp_inspect.report.charts.results import (
 )
 from fsdp_inspect.report.text import list_throughput
 from fsdp_inspect.report.wording import (
+    describe_main_cause,
     describe_memory_method,
     describe_provenance,
     describe_stops,
     describe_trust,
     describe_typical,
-    format_error,
     format_kind,
     format_metric,
 )
@@ -57,7 +59,11 @@ from fsdp_inspect.result_types import (
     Verdict,
 )
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.app_pages.advice.search import known_advice, search_in_background
+from fsdp_inspect_app.app_pages.advice.search import (
+    known_advice,
+    known_self_check,
+    search_in_background,
+)
 from fsdp_inspect_app.app_pages.overview.frames import (
     frame_breakdown,
     name_owner,
@@ -104,7 +110,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     show_run_header(manifest, summary, beside=partial(_show_buttons, run))
     _show_answer(entry, run)
     _show_step(run)
-    _show_worst_units(summary.exposed)
+    _show_worst_units(summary)
     with show_fold("All numbers", key="numbers"):
         _show_key_numbers(summary)
     with show_fold("Waits of all units", key="waits"):
@@ -133,6 +139,8 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
     """Show what limits the step, why, and what to do, in three lines."""
     summary = run.summary()
     verdict = summary.verdict
+    with_advice = next(iter(verdict.next_steps), "") == COMPARE_PLANS
+    problem = search_in_background(entry, run, with_advice=with_advice)
     with st.container(key="answer", gap="xxsmall"):
         with _line("Limited by" if verdict.because else "Verdict"):
             show_headline(plain(verdict.sentence))
@@ -140,39 +148,39 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
             show_text(plain(verdict.because or verdict.why), width="stretch")
             if summary.breakdown is not None:
                 page = _page_of_limit(verdict)
-                shown = _evidence_of(page, summary.breakdown, summary)
+                shown = _evidence_of(page, summary.breakdown, run)
                 page_link(page, "Show evidence", icon=":material/arrow_forward:", **shown)
         with _line("Do"):
-            _show_what_to_do(entry, run)
-        with _line("Trust"):
-            show_text(plain(_describe_trust(entry, run)), width="stretch")
-        with _line("Numbers"):
-            show_text(plain(_describe_numbers(summary)), width="stretch")
+            _show_what_to_do(entry, run, problem)
+    _show_digest(entry, run)
+    if problem == "":
+        _await_search(entry, run, with_advice=with_advice)
 
 
-def _describe_trust(entry: RunEntry, run: Run) -> str:
-    summary, advice = run.summary(), known_advice(entry)
-    self_check = "not run"
-    if advice is not None:
-        self_check = format_error(advice.plan.replay_error) if advice.plan else "not possible"
-    return describe_trust(measure_trust(run.source), summary, self_check)
-
-
-def _describe_numbers(summary: Summary) -> str:
-    """The numbers that a reader compares between runs, in one line."""
+def _show_digest(entry: RunEntry, run: Run) -> None:
+    """Show the numbers that a reader compares between runs, and the evidence behind them."""
+    summary = run.summary()
     times, device = summary.step_time_ns, summary.memory.device_bytes
-    peak = format_bytes(summary.peak_allocated_bytes)
-    facts = [
-        f"step {format_ns(times.typical)}" if times else "",
-        "" if summary.exposed_ns is None else f"{format_ns(summary.exposed_ns)} exposed",
-        f"peak {peak}{f' of {format_bytes(device)}' if device else ''}",
-    ]
-    facts += [
-        f"{format_metric(name, value)} {find_metric(name).label}"
-        for name, value, _ in _more_numbers(summary)
-        if not name.startswith("energy")
-    ]
-    return " · ".join(filter(None, facts))
+    rank = f"rank {summary.median_rank}" if times else None
+    trust = describe_trust(measure_trust(run.source), summary, known_self_check(entry))
+    show_tiles(
+        [
+            Tile("Step time", format_ns(times.typical if times else None), rank),
+            Tile("Exposed", format_ns(summary.exposed_ns), rank),
+            Tile(
+                "Peak allocated",
+                format_bytes(summary.peak_allocated_bytes),
+                f"of {format_bytes(device)}" if device else None,
+            ),
+            *(Tile(*fact) for fact in trust),
+        ],
+        border=False,
+    )
+
+
+def _on(summary: Summary) -> str:
+    """The rank that the times are of; empty if there is one rank."""
+    return "" if summary.world_size == 1 else f" on rank {summary.median_rank}"
 
 
 def _more_numbers(summary: Summary) -> list[tuple[str, float, str]]:
@@ -192,7 +200,7 @@ def _line(label: str) -> Iterator[None]:
         yield
 
 
-def _show_what_to_do(entry: RunEntry, run: Run) -> None:
+def _show_what_to_do(entry: RunEntry, run: Run, problem: str | None) -> None:
     """Show the first step to take; the page Advice and this line have one source."""
     first = next(iter(run.summary().verdict.next_steps), "")
     if first != COMPARE_PLANS:
@@ -203,27 +211,33 @@ def _show_what_to_do(entry: RunEntry, run: Run) -> None:
         show_text(plain(describe_recommendation(advice)), width="stretch")
         page_link("advice")
         return
-    _await_advice(entry, run)
-
-
-@st.fragment(run_every=_LOOK_EVERY_S)
-def _await_advice(entry: RunEntry, run: Run) -> None:
-    """Search the best change in the background; its result replaces this line."""
-    if known_advice(entry) is not None:
-        st.rerun()
-    problem = search_in_background(entry, run)
     show_text(plain(problem or "Searching for the best change by simulation ..."), width="stretch")
 
 
-def _evidence_of(page: str, step: StepBreakdown, summary: Summary) -> dict[str, Value]:
+@st.fragment(run_every=_LOOK_EVERY_S)
+def _await_search(entry: RunEntry, run: Run, *, with_advice: bool) -> None:
+    """Show the page again when the search in the background has ended."""
+    if search_in_background(entry, run, with_advice=with_advice) != "":
+        st.rerun()
+
+
+def _evidence_of(page: str, step: StepBreakdown, run: Run) -> dict[str, Value]:
     """The selection that shows the evidence of the verdict on that page."""
+    summary = run.summary()
     if page == "memory":
         return {RANK_KEY: summary.memory.peak_rank, STEP_KEY: None}
     if page == "ranks":
         rank = summary.verdict.numbers["straggler_rank"]
         return {RANK_KEY: None if rank is None else int(rank), STEP_KEY: None}
     shown: dict[str, Value] = {STEP_KEY: step.closest_step, RANK_KEY: step.rank}
-    is_wait = summary.verdict.of_speed.limit in OF_WAITS
+    limit = summary.verdict.of_speed.limit
+    wait = try_measure(find_data_wait, run.source, []) if limit is Limit.INPUT else None
+    if wait is not None:
+        around = (wait.end_ns - wait.start_ns) // 2
+        shown[STEP_KEY] = wait.step
+        shown["window"] = f"{max(wait.start_ns - around, 0)}-{wait.end_ns + around}"
+        shown["range"] = f"{wait.rank}-{wait.start_ns}-{wait.end_ns}"
+    is_wait = limit in OF_WAITS
     owner = next(iter(summary.exposed.owners), None) if is_wait and summary.exposed else None
     if owner is not None and owner.fqn is not None:
         shown[UNIT_KEY] = format_unit(owner.fqn)
@@ -335,25 +349,21 @@ def _show_step(run: Run) -> None:
             summary.provenance, "step", "forward", "backward", "all_gather", "reduce_scatter"
         )
     )
-    below = []
-    if summary.exposed is not None and summary.exposed.causes_ns:
-        below.append(_describe_causes(summary.exposed))
     if breakdown.host_behind_ns:
         label = find_metric("host_behind_ns").label.capitalize()
-        below.append(
-            f"{label} **{format_ns(breakdown.host_behind_ns)}**: upper bound of the GPU's idle "
-            "time within these parts"
+        note += (
+            f" {label}: {format_ns(breakdown.host_behind_ns)}, an upper bound of the GPU's idle "
+            "time within these parts."
         )
     if summary.stops is not None and (stops := describe_stops(summary.stops.ratios)):
         below.append(stops)
     show_chart_card(
-        f"Typical step: {format_ns(breakdown.step_time_ns)}",
+        f"Typical step{_on(summary)}: {format_ns(breakdown.step_time_ns)}",
         draw_breakdown(breakdown),
         frame_breakdown(breakdown, in_kernel_trace=summary.is_kernel_trace),
         key="breakdown",
         alt=f"One bar of {format_ns(breakdown.step_time_ns)} with the parts {parts}",
         note=note,
-        below="\n\n".join(below),
     )
 
 
@@ -396,6 +406,8 @@ def _show_owners(run: Run) -> None:
     if exposed is None or not any(owner.exposed_ns for owner in exposed.owners):
         show_empty_card("Exposed waits by unit", "No exposed wait.", key="owners")
         return
+    if exposed.causes_ns:
+        show_text(_describe_causes(exposed))
     top = exposed.owners[0]
     note = (
         f"Typical step of rank {exposed.rank}. Waits that overlap count for each unit, so the bars "
@@ -415,11 +427,12 @@ def _show_owners(run: Run) -> None:
     )
 
 
-def _show_worst_units(exposed: Exposed | None) -> None:
+def _show_worst_units(summary: Summary) -> None:
     """Show the owners of the largest waits, one line each."""
+    exposed = summary.exposed
     worst = [owner for owner in exposed.owners if owner.exposed_ns] if exposed else []
     if worst:
-        with show_card("Largest waits of a unit, per step", key="worst"):
+        with show_card(f"Largest waits of a unit{_on(summary)}, per step", key="worst"):
             for owner in worst[:_TOP_UNITS]:
                 _show_owner(owner)
 
@@ -428,8 +441,8 @@ def _show_owner(owner: ExposedOwner) -> None:
     """Show one line with a link to the unit: its exposed wait and the main cause."""
     place = f" in {owner.phase}" if owner.phase in ("forward", "backward") else ""
     facts = [format_ns(owner.exposed_ns), f"{format_kind(owner.kind)}{place}"]
-    facts += [f"mostly {format_cause(cause)}" for cause in list(owner.causes_ns)[:1]]
-    sentence = plain(" " + " · ".join(facts))
+    facts.append(describe_main_cause([owner]))
+    sentence = plain(" " + " · ".join(filter(None, facts)))
     if owner.fqn is None:
         page_link("timeline", plain(name_owner(owner)) + sentence, **{UNIT_KEY: None})
         return
@@ -499,7 +512,7 @@ def _show_about(manifest: RunManifest, summary: Summary) -> None:
     if not panel.open:
         return
     with panel:
-        show_code(" ".join(manifest.command) or "(no command recorded)", key="launch")
+        show_code(manifest.launch_line or "(no command recorded)", key="launch")
         st.dataframe(frame_about(manifest, summary), hide_index=True, alt="Facts about this run")
 
 

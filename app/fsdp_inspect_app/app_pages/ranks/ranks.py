@@ -80,6 +80,8 @@ _MEASURE_KEY = "measure"
 _TABLE_KEY = "ranks-table"
 _MOST_REFUSALS = 4
 _PICKER_PX = 210
+_LAST_COLUMNS = ("host", "place", "communication_ns", "overlap_ratio")
+"""What a narrow page may cut."""
 _TILES = ("step_time_ns", "own_work_ns", "exposed_ns", "lateness_ns", "peak_allocated_bytes")
 
 
@@ -186,6 +188,7 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
         return
     highest = grid.highest
     amount = format_metric(grid.metric, highest.value)
+    which = "highest timed step" if grid.left_out else "highest step"
     of_all = (
         f"{len(grid.ranks)} ranks"
         if len(grid.ranks) == grid.num_all_ranks
@@ -193,8 +196,8 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
     )
     note = (
         f"{metric.label.capitalize()}: {metric.definition}. {of_all.capitalize()}, "
-        f"{len(grid.steps)} steps. Highest in a timed step: {amount}, rank {highest.rank}, step "
-        f"{highest.step}. Colors span the 1st to the 99th percentile of timed steps. Click a cell "
+        f"{len(grid.steps)} steps. {which.capitalize()}: {amount}, rank {highest.rank}, step "
+        f"{highest.step}. Colors span the 1st to the 99th percentile of these steps. Click a cell "
         "to open its rank and step. " + describe_provenance(summary.provenance, "step")
     )
     show_chart_card(
@@ -202,14 +205,14 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
         draw_grid(grid, rank=rank, step=step),
         partial(frame_grid, grid),
         key="rank-grid",
-        alt=f"A map of {metric.label}: {of_all} by {len(grid.steps)} steps. Highest: {amount} "
-        f"on rank {highest.rank} in step {highest.step}",
+        alt=f"A map of {metric.label}: {of_all} by {len(grid.steps)} steps. {which.capitalize()}: "
+        f"{amount} on rank {highest.rank} in step {highest.step}",
         note=note,
         on_click=partial(_open_cell, grid),
     )
     page_link(
         "ranks",
-        f"Open the highest: rank {highest.rank}, step {highest.step}",
+        f"Open the {which}: rank {highest.rank}, step {highest.step}",
         icon=":material/search:",
         rank=highest.rank,
         step=highest.step,
@@ -380,7 +383,9 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
     """Show all ranks; choosing a row opens its rank."""
     if not ranks.ranks:
         return
-    frame = frame_of(Ranks.TABLE, ranks.ranks)
+    names = [column.name for column in Ranks.TABLE.with_values(ranks.ranks).columns]
+    names.sort(key=lambda name: name in _LAST_COLUMNS)
+    frame = frame_of(Ranks.TABLE, ranks.ranks, *names)
     numbers = [row.rank for row in ranks.ranks]
     chosen = [numbers.index(shown)] if shown in numbers else []
     with show_card(f"Ranks: {len(ranks.ranks)}", key="all-ranks") as header:

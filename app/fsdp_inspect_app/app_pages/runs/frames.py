@@ -105,13 +105,13 @@ def _run_row(entry: RunEntry, found: KnownRuns, reference: RunRow | None) -> dic
     changes = {} if reference is None else _change_columns(row, reference)
     return {
         "status": row["status"],
-        DATE_COLUMN: recorded,
         "step time (ms)": ms(row["step_time_ns"]),
-        STEP_TIMES_COLUMN: [ms(value) for value in row["step_times_ns"] or ()] or None,
         "exposed (ms)": ms(row["exposed_ns"]),
-        "overlap (%)": percent(row["overlap_ratio"]),
         "peak allocated (MiB)": mib(row["peak_allocated_bytes"]),
         **changes,
+        STEP_TIMES_COLUMN: [ms(value) for value in row["step_times_ns"] or ()] or None,
+        "overlap (%)": percent(row["overlap_ratio"]),
+        DATE_COLUMN: recorded,
         "ranks": row["world_size"],
         "model": row["model"],
         "plan": row["plan"],

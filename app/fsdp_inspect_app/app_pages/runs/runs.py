@@ -228,7 +228,7 @@ def _first_page(run: str) -> str:
 
 def _height(num_rows: int) -> int:
     """All rows of a short list; a long one scrolls."""
-    return min(40 + 35 * num_rows, 680)
+    return min(50 + 35 * num_rows, 680)  # with the scroll bar
 
 
 def _show_actions(

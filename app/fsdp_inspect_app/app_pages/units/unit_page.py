@@ -18,7 +18,7 @@ from fsdp_inspect.formatting import (
     format_ns,
     format_unit,
 )
-from fsdp_inspect.report.wording import describe_provenance, format_kind
+from fsdp_inspect.report.wording import describe_main_cause, describe_provenance, format_kind
 from fsdp_inspect.result_types import (
     Bandwidth,
     Cause,
@@ -32,7 +32,6 @@ from fsdp_inspect.result_types import (
     UnitCosts,
     UnitHistory,
 )
-from fsdp_inspect_app import wording
 from fsdp_inspect_app.app_pages.units.charts import (
     draw_collectives,
     draw_holds,
@@ -93,9 +92,10 @@ def show_unit(
     _show_waits(unit, waits, summary)
     if history is not None and history.histories:
         _show_collectives(history, _fits_of(history, waits.bandwidth if waits else None), summary)
-    else:
+    elif unit.all_gather.count_per_step:
         _show_holds(history)
-    _show_prefetch(waits)
+    if unit.all_gather.count_per_step:
+        _show_prefetch(waits)
     _show_parameters(record)
 
 
@@ -123,19 +123,28 @@ def _describe_waits(unit: UnitCost, waits: RankWaits | None, summary: Summary) -
         return f"{name}: no timed step yet\\."
     if unit.exposed_ns == 0:
         return f"{name}: no exposed wait\\."
-    why = wording.describe_main_cause(waits.exposed.owners)
+    mostly = describe_main_cause(waits.exposed.owners, is_headline=True)
+    why = f", {mostly}" if mostly else ""
     return f"{name}: " + plain(f"{format_ns(unit.exposed_ns)} exposed per step{why}.")
 
 
 def _describe_unit(unit: UnitCost) -> str:
+    size = f"{format_bytes(unit.unsharded_bytes)} unsharded, "
+    size += f"{format_bytes(unit.sharded_bytes)} sharded on this rank"
+    if unit.sharded_bytes == unit.unsharded_bytes:
+        size = f"{format_bytes(unit.unsharded_bytes)} on each rank"
     facts = [
         f"{unit.module_class or 'Unit'}: {format_count(unit.num_parameters)} parameters in "
-        f"{unit.param_dtype}, {format_bytes(unit.unsharded_bytes)} unsharded, "
-        f"{format_bytes(unit.sharded_bytes)} sharded on this rank.",
-        f"reshard_after_forward={unit.reshard_after_forward}.",
-        f"Per step: forward {format_ns(unit.forward_ns)}, backward {format_ns(unit.backward_ns)}"
-        + (f" with recompute {format_ns(unit.recompute_ns)}." if unit.recompute_ns else "."),
+        f"{unit.param_dtype}, {size}."
     ]
+    if unit.all_gather.count_per_step:
+        facts.append(f"reshard_after_forward={unit.reshard_after_forward}.")
+    if unit.forward_ns is not None:
+        recompute = f" with recompute {format_ns(unit.recompute_ns)}" if unit.recompute_ns else ""
+        facts.append(
+            f"Per step: forward {format_ns(unit.forward_ns)}, backward "
+            f"{format_ns(unit.backward_ns)}{recompute}."
+        )
     return " ".join(facts)
 
 
@@ -245,7 +254,8 @@ def _show_collectives(history: UnitHistory, fits: Mapping[str, LinkFit], summary
             note="Bars: p10 to p90 over the timed steps. Line and number: median. The table "
             "compares them with the fit.",
         )
-        _show_holds(history)
+        if history.holds or any(one.kind == "all_gather" for one in history.histories):
+            _show_holds(history)
 
 
 def _describe_rates(history: UnitHistory, fits: Mapping[str, LinkFit]) -> str:

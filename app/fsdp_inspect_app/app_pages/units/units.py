@@ -67,12 +67,16 @@ def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
 
 def _show_bars(run: Run, summary: Summary) -> None:
     show = partial(st.segmented_control, required=True)
-    measure = pick("Measure", [*UNIT_MEASURES], "exposed", name=_MEASURE_KEY, show=show)
+    measures = [*UNIT_MEASURES]
+    if all(unit.forward_ns is None for unit in summary.units):
+        measures.remove("compute")  # buckets and imports have no passes
+    measure = pick("Measure", measures, "exposed", name=_MEASURE_KEY, show=show)
     note = f"{_describe_numbers(summary)} Click a bar to open its unit."
     chart = draw_units(summary.units, measure=measure)
-    with show_card(UNIT_MEASURES[measure], key="units-bars", note=note) as header:
+    title = f"{UNIT_MEASURES[measure]}, rank {summary.median_rank}"
+    with show_card(title, key="units-bars", note=note) as header:
         with header:
-            show_explore_button(chart, key="units", title=UNIT_MEASURES[measure])
+            show_explore_button(chart, key="units", title=title)
         # Many bars scroll inside their card, so that the table stays near.
         scrolls = len(summary.units) > _MOST_BARS
         with st.container(
@@ -82,7 +86,7 @@ def _show_bars(run: Run, summary: Summary) -> None:
             show_chart(
                 chart,
                 key="units",
-                alt=f"{UNIT_MEASURES[measure]}: one bar for each of {len(summary.units)} units, "
+                alt=f"{title}: one bar for each of {len(summary.units)} units, "
                 "in order of execution; the table below has the numbers",
                 on_click=lambda click: open_unit(click.pick(fqns)),
             )
@@ -92,9 +96,11 @@ def _describe_numbers(summary: Summary) -> str:
     provenance = describe_provenance(
         summary.provenance, "all_gather", "reduce_scatter", "forward", "backward"
     )
+    nested = "Forward and backward include nested units and the waits for them. "
+    if all(unit.forward_ns is None for unit in summary.units):
+        nested = ""
     return (
-        f"In order of execution. Typical step of rank {summary.median_rank}. Forward and backward "
-        f"include nested units and the waits for them. {provenance}"
+        f"In order of execution. Typical step of rank {summary.median_rank}. {nested}{provenance}"
     )
 
 

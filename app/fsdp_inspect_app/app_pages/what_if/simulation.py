@@ -14,6 +14,12 @@ from fsdp_inspect.result_types import (
     SimulatedPlan,
     Simulation,
 )
+from fsdp_inspect.simulation.buckets import (
+    BucketChanges,
+    BucketWork,
+    change_buckets,
+    measure_buckets,
+)
 from fsdp_inspect.simulation.changes import apply_changes
 from fsdp_inspect.simulation.recorded import measure_work, observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan, shapes_of
@@ -36,11 +42,19 @@ def prepare(run: RunSource) -> PreparedRun:
     """Measure the recorded work of a run.
 
     Raises:
-        MissingDataError: The run lacks data for a simulation.
+        MissingDataError: The run lacks data for a simulation, or the simulation misses its steps.
     """
     work = measure_work(run)
-    plan = resolve_plan(observed_plan(run), run.manifest)
-    return PreparedRun(work, replay(work), plan)
+    plan, replayed = resolve_plan(observed_plan(run), run.manifest), replay(work)
+    work.check_itself(replayed.step_time_ns)
+    return PreparedRun(work, replayed, plan)
+
+
+def prepare_buckets(run: RunSource) -> BucketWork:
+    """Measure the recorded buckets of a run; raises as `prepare`."""
+    work = measure_buckets(run)
+    change_buckets(work, BucketChanges())
+    return work
 
 
 def simulate_knobs(

@@ -1,17 +1,20 @@
 """Page What-if: the predicted step under another plan or on another network."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from fsdp_inspect import Run
 from fsdp_inspect.advice.prediction_creation import make_prediction
 from fsdp_inspect.errors import FsdpInspectError, MissingDataError, PlanError
-from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ns
+from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ns, name_run
 from fsdp_inspect.report.simulation import (
+    answer_buckets,
     answer_simulation,
+    describe_buckets,
     describe_simulation,
     why_no_memory,
 )
@@ -24,6 +27,7 @@ from fsdp_inspect.result_types import (
     RunManifest,
     Simulation,
 )
+from fsdp_inspect.simulation.buckets import BucketWork, change_buckets
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import UNITS_OF_PLAN
 from fsdp_inspect_app import loading
@@ -33,34 +37,43 @@ from fsdp_inspect_app.app_pages.what_if.simulation import (
     frame_parts,
     frame_peaks,
     prepare,
+    prepare_buckets,
     simulate_knobs,
 )
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     Tile,
     show_card,
+    show_caveats,
     show_chart_card,
     show_code,
     show_empty_card,
+    show_fold,
     show_headline,
     show_note,
     show_table_button,
+    show_table_card,
+    show_text,
     show_tiles,
 )
 from fsdp_inspect_app.empty_states import show_why_not_simulated
 from fsdp_inspect_app.knob_widgets import show_knob, show_prediction_button
 from fsdp_inspect_app.knobs import (
     AS_RECORDED,
+    KNOBS_OF_LINK,
     KNOBS_OF_NETWORK,
     KNOBS_OF_RANKS,
     KNOBS_OF_REDUCTION,
     PLAN_FILE,
     PREDICTION_FILE,
     Knob,
+    bucket_changes_of,
     command_of,
+    knobs_of_buckets,
     knobs_of_units,
     network_of,
     node_link_of,
+    recorded_buckets,
     recorded_values,
     unpack_plan,
 )
@@ -79,11 +92,12 @@ def show_page(entry: RunEntry, run: Run) -> None:
     """Show the headline, the settings, and the predicted step."""
     show_run_header(run.manifest, run.summary())
     try:
-        prepared = loading.result_of(entry, prepare)
+        if run.manifest.sharder_traits.has_buckets:
+            _show_buckets(entry, loading.result_of(entry, prepare_buckets))
+        else:
+            _show_prepared(entry, run, loading.result_of(entry, prepare))
     except (MissingDataError, PlanError) as error:
-        _show_refusal(str(error), run.manifest)
-    else:
-        _show_prepared(entry, run, prepared)
+        _show_refusal(name_run(str(error), str(entry.path)), run.manifest)
     show_capacity_search(str(run.manifest.config.get("preset")))
 
 
@@ -107,21 +121,24 @@ def _show_prepared(entry: RunEntry, run: Run, prepared: PreparedRun) -> None:
             raise problem
         simulation = simulate_knobs(prepared, run.manifest, start or prepared.plan, chosen, knobs)
     except (FsdpInspectError, ValueError) as error:
-        with answer:
-            show_headline("These settings cannot be simulated\\.")
-            st.warning(plain(str(error)), icon=":material/warning:")
+        _show_impossible(answer, error)
         return
     with answer:
         show_headline(plain(answer_simulation(simulation)))
         _show_numbers(simulation)
     with right:
-        for caveat in simulation.caveats:
-            st.warning(plain(caveat), icon=":material/warning:")
+        show_caveats(simulation.caveats)
         _show_steps(simulation)
         _show_peaks(simulation)
         _show_keep(entry, simulation, chosen, knobs, is_linked=start is not None)
     _show_timelines(entry, run, simulation)
     show_note(plain(describe_simulation(simulation)))
+
+
+def _show_impossible(answer: DeltaGenerator, error: Exception) -> None:
+    with answer:
+        show_headline("These settings cannot be simulated\\.")
+        st.warning(plain(str(error)), icon=":material/warning:")
 
 
 def _linked_plan(manifest: RunManifest) -> tuple[Plan | None, PlanError | None]:
@@ -170,14 +187,7 @@ def _show_knobs(
                 if knobs is KNOBS_OF_NETWORK:
                     show_note(plain(_describe_network(prepared.work)))
         all_knobs = [knob for _, knobs, _ in groups for knob in knobs]
-        st.button(
-            "Reset",
-            key="reset",
-            icon=":material/restart_alt:",
-            disabled=not chosen,
-            on_click=_reset,
-            args=([knob.name for knob in all_knobs],),
-        )
+        _show_reset(chosen, all_knobs)
     return chosen, all_knobs
 
 
@@ -185,6 +195,17 @@ def _linked_knobs(knobs: Sequence[Knob]) -> dict[str, str]:
     """The legal values of some settings in the address, by setting."""
     linked = {knob.name: st.query_params.get(knob.name, "") for knob in knobs}
     return {knob.name: linked[knob.name] for knob in knobs if linked[knob.name] in knob.options}
+
+
+def _show_reset(chosen: Mapping[str, str], knobs: Sequence[Knob]) -> None:
+    st.button(
+        "Reset",
+        key="reset",
+        icon=":material/restart_alt:",
+        disabled=not chosen,
+        on_click=_reset,
+        args=([knob.name for knob in knobs],),
+    )
 
 
 def _reset(names: Sequence[str]) -> None:
@@ -208,37 +229,49 @@ def _describe_network(work: RecordedWork) -> str:
 
 def _show_numbers(simulation: Simulation) -> None:
     before, after = simulation.replayed, simulation.predicted
-    memory_error = format_error(simulation.memory_error)
     numbers = (
-        (
-            "Predicted step",
-            format_ns(after.step_time_ns),
-            f"{format_ns(simulation.low_ns)} to {format_ns(simulation.high_ns)}",
-            "Predicted step time. The interval includes the self-check error and the residuals of "
-            "the fitted network.",
-        ),
-        (
+        _tile_of_step(after.step_time_ns, simulation.low_ns, simulation.high_ns),
+        Tile(
             "Predicted FSDP exposed",
             format_ns(after.exposed_ns),
             f"recorded plan, simulated: {format_ns(before.exposed_ns)}",
             "Predicted exposed communication of units in a step. Waits for other collectives are "
             "kept as recorded.",
         ),
-        (
+        Tile(
             "Predicted peak",
             format_bytes(after.peak_bytes),
             f"recorded plan: {format_bytes(before.peak_bytes)}",
             "Predicted peak of allocated memory.",
         ),
-        (
-            "Self-check",
-            format_error(simulation.replay_error),
-            f"peak {memory_error}",
-            f"The simulated step of the recorded plan takes {format_ns(before.step_time_ns)}, the "
-            f"recorded step {format_ns(simulation.recorded_step_ns)}.",
+        _tile_of_check(
+            simulation.replay_error,
+            before.step_time_ns,
+            simulation.recorded_step_ns,
+            f"peak {format_error(simulation.memory_error)}",
         ),
     )
-    show_tiles([Tile(*number) for number in numbers])
+    show_tiles(numbers)
+
+
+def _tile_of_step(step_ns: int, low_ns: int, high_ns: int) -> Tile:
+    return Tile(
+        "Predicted step",
+        format_ns(step_ns),
+        f"{format_ns(low_ns)} to {format_ns(high_ns)}",
+        "Predicted step time. The interval includes the self-check error and the residuals of the "
+        "fitted network.",
+    )
+
+
+def _tile_of_check(error: float, simulated_ns: int, recorded_ns: int, more: str = "") -> Tile:
+    return Tile(
+        "Self-check",
+        format_error(error),
+        more or None,
+        f"The simulated step with the recorded settings takes {format_ns(simulated_ns)}, the "
+        f"recorded step {format_ns(recorded_ns)}.",
+    )
 
 
 def _show_steps(simulation: Simulation) -> None:
@@ -347,6 +380,60 @@ def _command(
         return command_of(str(entry.path), chosen, knobs)
     network = command_of(str(entry.path), chosen, KNOBS_OF_NETWORK)
     return f"{network} --plan {PLAN_FILE}"
+
+
+# --- buckets of DDP and ZeRO
+
+
+@st.fragment
+@sheet_section("buckets")
+def _show_buckets(entry: RunEntry, work: BucketWork) -> None:
+    """Show the settings of the buckets and the predicted step, as `_show_prepared` does."""
+    answer = st.container(key="pinned-answer")
+    left, right = st.columns([2, 5], gap="medium")
+    of_buckets, recorded = knobs_of_buckets(work.settings), recorded_buckets(work.settings)
+    knobs = (*of_buckets, *KNOBS_OF_LINK)
+    with left, show_card("Buckets and network", key="knobs"):
+        texts = {knob.name: show_knob(knob, recorded.get(knob.name)) for knob in knobs}
+        chosen = {name: text for name, text in texts.items() if text is not None}
+        _show_reset(chosen, knobs)
+    bandwidth, latency = network_of(chosen)
+    try:
+        changes = bucket_changes_of(chosen, of_buckets)
+        found = change_buckets(work, changes, bus_bytes_per_s=bandwidth, latency_ns=latency)
+    except (FsdpInspectError, ValueError) as error:
+        _show_impossible(answer, error)
+        return
+    before, after = found.replayed, found.predicted
+    with answer:
+        show_headline(plain(answer_buckets(found)))
+        show_tiles(
+            [
+                _tile_of_step(after.step_time_ns, found.low_ns, found.high_ns),
+                Tile(
+                    "Predicted waits",
+                    format_ns(after.exposed_ns),
+                    f"recorded buckets, simulated: {format_ns(before.exposed_ns)}",
+                    "Predicted waits for all-reduces of buckets in a step.",
+                ),
+                Tile("Buckets", str(len(after.buckets)), f"recorded: {len(before.buckets)}"),
+                _tile_of_check(found.replay_error, before.step_time_ns, found.recorded_step_ns),
+            ]
+        )
+    with right:
+        show_caveats(found.caveats)
+        show_table_card(
+            found.TABLE.title,
+            frame_of(found.TABLE, found.rows()),
+            key="buckets",
+            alt="Buckets of one backward, one row each",
+        )
+        with show_card("Export", key="keep"):
+            show_code(found.settings.snippet, key="snippet", language="python")
+            show_note("The same numbers in a terminal:")
+            show_code(command_of(str(entry.path), chosen, knobs), key="simulate")
+    with show_fold("Prediction, self-check and assumptions", key="reasons"):
+        show_text("\n".join(f"- {plain(line)}" for line in describe_buckets(found)))
 
 
 entry = entry_or_stop()
