@@ -538,10 +538,16 @@ def test_a_straggler_is_named_with_its_price_and_what_it_does_meanwhile():
     assert verdict.sentence == "Rank 4 is a straggler: it costs 10% of the step."
     assert verdict.why == (
         "Without its extra work the typical step of 100 ms is 10.0 ms shorter. It arrives last "
-        "at 86.1% of the collectives, then by 2.00 ms (median), most of all in backward. On this "
-        "rank data takes 9.00 ms longer per step than on the other ranks."
+        "at 86.1% of the collectives, then by 2.00 ms (median). On this rank data takes 9.00 ms "
+        "longer per step than on the other ranks."
     )
-    assert "how rank 4 (host node-1) differs from the other ranks" in verdict.next_steps[0]
+    assert (
+        "how rank 4 (host node-1) differs from the other ranks in its input:"
+        in (verdict.next_steps[0])
+    )
+    slow = give_verdict(facts(straggler=straggler(meanwhile="backward")))
+    assert "then by 2.00 ms (median), most of all in backward." in slow.why
+    assert "differs from the other ranks: clocks, heat" in slow.next_steps[0]
     assert verdict.numbers["straggler_cost_ns"] == 10 * MS
 
 

@@ -366,7 +366,11 @@ def _on_rank(facts: StepFacts) -> str:
 def _phrase_straggler(facts: StepFacts) -> Words:
     straggler = facts.straggler
     assert straggler is not None
-    phase = f", most of all in {straggler.phase}" if straggler.phase in _PHASES_BY_NAME else ""
+    waits_for_data = (
+        straggler.meanwhile == "data" and 2 * straggler.meanwhile_ns >= straggler.cost_ns
+    )
+    is_named = straggler.phase in _PHASES_BY_NAME and not waits_for_data
+    phase = f", most of all in {straggler.phase}" if is_named else ""
     why = [
         f"Without its extra work the typical step of {format_ns(facts.step_time_ns)} is "
         f"{format_ns(straggler.cost_ns)} shorter.",
@@ -404,17 +408,20 @@ def _phrase_straggler(facts: StepFacts) -> Words:
                 "Leave communication as it is until then: these waits are not transfers.",
             ),
         )
+    differs = f"Find out how rank {straggler.rank}{host} differs from the other ranks"
+    shows = "`fsdp-inspect show RUN ranks` shows the numbers."
+    look = f"{differs}: clocks, heat, another job, a slower link, more work in its batches. {shows}"
+    if waits_for_data:
+        look = (
+            f"{differs} in its input: files and their disk, decoding and augmentation, length of "
+            f"samples, loader workers and their cores. {shows}"
+        )
     return (
         f"Rank {straggler.rank} is a straggler: it costs {_ratio(facts, straggler.cost_ns)} of "
         "the step.",
         because,
         " ".join(why),
-        (
-            f"Find out how rank {straggler.rank}{host} differs from the other ranks: clocks, heat, "
-            "another job, a slower link, more work in its batches. `fsdp-inspect show RUN ranks` "
-            "shows the numbers.",
-            "Leave communication as it is until then: these waits are not transfers.",
-        ),
+        (look, "Leave communication as it is until then: these waits are not transfers."),
     )
 
 
