@@ -26,7 +26,7 @@ from tests.studies.benchmarks.workload import NUM_BLOCKS, Workload
 READS = (0, 20)
 """Reads of a value in each step, besides those of the trainer."""
 _LEAD_IN_STEPS = 20
-_METHODS = ("note_inputs", "note_collection", "end_step")
+_METHODS = ("note_inputs", "note_stop", "end_step")
 _AIM_RATIO = 0.002
 
 
