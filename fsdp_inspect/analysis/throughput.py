@@ -44,6 +44,8 @@ class Throughput:
     """`logged as mfu(%)`, or the device and its peak; empty if MFU is unknown."""
     energy_j_per_step: float | None
     """Energy of the GPU of `rank` in the typical step, J: mean power (NVML) x step time."""
+    planned_energy_j_per_step: float | None
+    """What `plan` assumes for that GPU: it draws its limit (datasheet); None: another device."""
     energy_j_per_token: float | None
     """Energy of all GPUs per token, J, if each takes the power of that one."""
     cpu_energy_j_per_step: float | None
@@ -81,6 +83,7 @@ def measure_throughput(run: RunSource) -> Throughput | None:
     if mfu is None:
         mfu, mfu_origin = _mfu_of_kernels(run, step_time_ns)
     power_w = _mean_reading(run, member, "gpu_power_mw", 1e-3)
+    gpu = find_gpu(run.manifest.device_name)
     host_w = _mean_rise(run, member, "package_energy_uj", 1e-6)
     watts = None if power_w is None else power_w * run.manifest.world_size
     found = Throughput(
@@ -89,6 +92,7 @@ def measure_throughput(run: RunSource) -> Throughput | None:
         mfu_ratio=mfu,
         mfu_origin=mfu_origin,
         energy_j_per_step=None if power_w is None else power_w * step_time_ns / 1e9,
+        planned_energy_j_per_step=None if gpu is None else gpu.power_w * step_time_ns / 1e9,
         energy_j_per_token=watts / tokens_per_s if watts and tokens_per_s else None,
         cpu_energy_j_per_step=None if host_w is None else host_w * step_time_ns / 1e9,
         rank=member.rank,

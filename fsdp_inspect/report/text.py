@@ -463,11 +463,17 @@ def list_throughput(found: Throughput | None) -> Iterator[tuple[str, float, str]
     """Yield the name of each known metric, its value and its origin."""
     if found is None:
         return
+    planned = found.planned_energy_j_per_step
+    beside = "" if planned is None else f"; a plan assumes {planned:,.4g} J, the GPU's limit"
     for name, value, origin in (
         ("tokens_per_s", found.tokens_per_s, found.tokens_origin),
         ("mfu_ratio", found.mfu_ratio, found.mfu_origin),
         ("device_utilisation_ratio", found.device_utilisation_ratio, "measured with NVML"),
-        ("energy_j_per_step", found.energy_j_per_step, f"power of the GPU of rank {found.rank}"),
+        (
+            "energy_j_per_step",
+            found.energy_j_per_step,
+            f"power of the GPU of rank {found.rank}{beside}",
+        ),
         (
             "energy_j_per_token",
             found.energy_j_per_token,

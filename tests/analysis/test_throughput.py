@@ -150,12 +150,15 @@ def test_the_energy_is_the_power_of_a_gpu_in_timed_steps():
         for time, power in readings
     ]
     table = DeviceTable.from_rows(rows)
-    run = build(config=SETTINGS).build(device_tables={0: table, 1: devices([])})
+    run = build(config=SETTINGS, device_name=H100).build(device_tables={0: table, 1: devices([])})
     found = measure_throughput(run)
     assert found.rank == 0
+    assert found.planned_energy_j_per_step == pytest.approx(70)  # 700 W
     assert found.energy_j_per_step == pytest.approx(40)
     assert found.energy_j_per_token == pytest.approx(2 * 40 / (128 * 2 * 3 * 2))
-    assert "if each takes the power" in text_of(render_summary(measure_summary(run)), width=160)
+    text = text_of(render_summary(measure_summary(run)), width=160)
+    assert "if each takes the power" in text
+    assert "a plan assumes 70 J, the GPU's limit" in text
 
 
 def test_the_energy_of_the_cpus_is_the_rise_of_their_counter_in_timed_steps():

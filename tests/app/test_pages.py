@@ -18,6 +18,7 @@ from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.host_work import COLLECTION, HostActivity, HostStop
 from tests.app.conftest import HOSTILE_UNIT
 from tests.app.synthetic import MS, make_run, write_run
 from tests.builders import RunBuilder, write_run as write_built
@@ -569,3 +570,16 @@ def test_a_link_inside_a_run_that_leads_out_of_the_folder_is_refused(open_app, t
     app = open_app(tmp_path / "runs", "overview", run="run")
     assert not app.exception
     assert "is a link to a place outside the folder of runs" in app.error[0].value.replace("\\", "")
+
+
+def test_overview_states_what_stops_the_host_within_the_parts(open_app, tmp_path):
+    builder = RunBuilder(world_size=1)
+    rank = builder.rank(0)
+    for step in range(8):
+        rank.step(step, 1000 * step, 1000 * step + 1000)
+    stop = HostStop(what=COLLECTION, count=8, num_steps=8, duration_ns=8 * 50)
+    rank.record["host_work"] = HostActivity(num_steps=8, stops=[stop])
+    write_built(builder.build(), tmp_path / "collects")
+    app = open_app(tmp_path, "overview", run="collects")
+    assert not app.exception
+    assert any("garbage collection 5.0%" in each.value for each in app.markdown)

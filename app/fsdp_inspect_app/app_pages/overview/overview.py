@@ -355,8 +355,6 @@ def _show_step(run: Run) -> None:
             f" {label}: {format_ns(breakdown.host_behind_ns)}, an upper bound of the GPU's idle "
             "time within these parts."
         )
-    if summary.stops is not None and (stops := describe_stops(summary.stops.ratios)):
-        below.append(stops)
     show_chart_card(
         f"Typical step{_on(summary)}: {format_ns(breakdown.step_time_ns)}",
         draw_breakdown(breakdown),
@@ -364,6 +362,7 @@ def _show_step(run: Run) -> None:
         key="breakdown",
         alt=f"One bar of {format_ns(breakdown.step_time_ns)} with the parts {parts}",
         note=note,
+        below="" if summary.stops is None else describe_stops(summary.stops.ratios),
     )
 
 
