@@ -582,4 +582,4 @@ def test_overview_states_what_stops_the_host_within_the_parts(open_app, tmp_path
     write_built(builder.build(), tmp_path / "collects")
     app = open_app(tmp_path, "overview", run="collects")
     assert not app.exception
-    assert any("garbage collection 5.0%" in each.value for each in app.markdown)
+    assert any("garbage collection 5%" in each.value for each in app.markdown)
