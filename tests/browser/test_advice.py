@@ -72,8 +72,8 @@ def test_a_plan_is_chosen_at_its_point(server, tab, entry, advice):
     front.press("Enter")
     dashboard.page.wait_for_url(f"**front={len(advice.plan.front) - 1}**")
     last = advice.plan.front[-1]
-    chosen = dashboard.page.locator(".st-key-card-front p", has_text=format_ns(last.step_ns))
-    chosen.wait_for()
+    words = f"Predicted: step {format_ns(last.step_ns)}"
+    dashboard.page.locator(".st-key-fold-others p", has_text=words).wait_for()
     dashboard.shown = None
 
 

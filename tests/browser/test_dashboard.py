@@ -46,11 +46,14 @@ def test_overview_shows_the_verdict_and_the_numbers_of_the_digest(server, tab, e
     assert dashboard.headline() == digest.verdict.sentence
     dashboard.unfold()
     values = dashboard.page.get_by_test_id("stMetricValue").all_inner_texts()
-    assert values == [
-        format_ns(digest.step_time_ns.typical),
-        format_ns(digest.exposed_ns),
+    step, exposed = format_ns(digest.step_time_ns.typical), format_ns(digest.exposed_ns)
+    peak = format_bytes(digest.peak_allocated_bytes)
+    assert values[:3] == [step, exposed, peak]
+    assert values[-6:] == [
+        step,
+        exposed,
         format_ratio(digest.overlap_ratio),
-        format_bytes(digest.peak_allocated_bytes),
+        peak,
         format_count(digest.throughput.tokens_per_s),
         format_ratio(digest.goodput_ratio),
     ]
