@@ -24,7 +24,7 @@ from fsdp_inspect.result_types import (
 )
 from fsdp_inspect.simulation.changes import CheckpointingMode
 from fsdp_inspect.simulation.scenario import mesh_of
-from fsdp_inspect.trace.plan import AccumulationSync, FloatDtype
+from fsdp_inspect.trace.plan import AccumulationSync, BackwardPrefetch, FloatDtype
 
 AS_RECORDED = "as recorded"
 PLAN_FILE, PREDICTION_FILE = "plan.toml", "plan.prediction.json"
@@ -84,14 +84,7 @@ def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
             "For all blocks. full: drop activations in forward, and recompute them in backward.",
             get_args(CheckpointingMode), False, str,
         ),
-        Knob(
-            "forward_prefetch", "Prefetch in forward", "Units to prefetch in forward.",
-            _up_to(6), True, int,
-        ),
-        Knob(
-            "backward_prefetch", "Prefetch in backward", "Units to prefetch in backward.",
-            _up_to(6), True, int,
-        ),
+        *_knobs_of_prefetch(plan),
         Knob(
             "param_dtype", "Parameter dtype", "Dtype of all-gathers. Compute stays as recorded.",
             get_args(FloatDtype), False, str,
@@ -100,6 +93,24 @@ def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
             "reduce_dtype", "Reduce dtype", "Dtype of gradient reductions.",
             get_args(FloatDtype), False, str,
         ),
+    )  # fmt: skip
+
+
+def _knobs_of_prefetch(plan: Plan) -> tuple[Knob, ...]:
+    """The knobs of prefetch, which FSDP1 has in another form."""
+    depths = _up_to(6 if plan.fsdp1 is None else 1)
+    forward = Knob(
+        "forward_prefetch", "Prefetch in forward", "Units to prefetch in forward.", depths, True, int
+    )
+    if plan.fsdp1 is None:
+        return forward, Knob(
+            "backward_prefetch", "Prefetch in backward", "Units to prefetch in backward.",
+            depths, True, int,
+        )  # fmt: skip
+    return forward, Knob(
+        "backward_prefetch", "Prefetch in backward",
+        "When backward gathers the next unit: before or after the gradients of the current one.",
+        get_args(BackwardPrefetch), False, str,
     )  # fmt: skip
 
 
@@ -236,7 +247,9 @@ def recorded_values(plan: Plan, manifest: RunManifest) -> dict[str, str]:
         "reshard_after_forward": _one_of([unit.reshard_after_forward for unit in inner]),
         "checkpointing": _checkpointing(plan.checkpointing),
         "forward_prefetch": _depth(plan.forward_prefetch),
-        "backward_prefetch": _depth(plan.backward_prefetch),
+        "backward_prefetch": plan.fsdp1.backward_prefetch
+        if plan.fsdp1
+        else _depth(plan.backward_prefetch),
         "param_dtype": _one_of([unit.param_dtype for unit in manifest.units]),
         "reduce_dtype": _one_of([unit.reduce_dtype for unit in manifest.units]),
         "reduce_scatter_buffers": _one_of(

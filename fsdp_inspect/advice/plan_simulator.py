@@ -258,7 +258,7 @@ def workload_key(plan: Plan) -> Hashable:
         )
         for unit in plan.units
     )
-    around = (str(plan.accumulation), str(plan.checkpointing))
+    around = (str(plan.accumulation), str(plan.checkpointing), str(plan.fsdp1))
     return units, tuple(plan.mesh.items()), plan.world_size, around
 
 

@@ -29,6 +29,8 @@ def write_snippet(
         after: The resolved plan with the change.
         without: Names of units without parameters, which prefetch skips.
     """
+    if after.fsdp1 is not None:
+        return "\n".join(wrapper_lines(before, after))
     lines: list[str] = []
     for name in choice.changed:
         if name in ("forward_prefetch", "backward_prefetch"):
@@ -48,13 +50,17 @@ def _lines(name: str, choice: Choice, before: Plan, after: Plan) -> Iterator[str
     elif name == "checkpointing":
         yield from _checkpoint(after)
     elif name == "replicas":
-        sizes, names = tuple(after.mesh.values()), tuple(after.mesh)
-        yield f"mesh = init_device_mesh(device_type, {sizes}, mesh_dim_names={names})"
+        yield from _mesh_lines(after)
     elif name == "embedding_in_backward":
         for unit in _changed_units(before, after):
             yield f"{_module(unit)}.set_unshard_in_backward({value})"
     elif name in _OF_ALL:
         yield _OF_ALL[name](value)
+
+
+def _mesh_lines(after: Plan) -> list[str]:
+    sizes, names = tuple(after.mesh.values()), tuple(after.mesh)
+    return [f"mesh = init_device_mesh(device_type, {sizes}, mesh_dim_names={names})"]
 
 
 _OF_ALL: Mapping[str, Callable[[Any], str]] = {
@@ -146,6 +152,79 @@ def _modules(unit: UnitPlan) -> str:
     if len(unit.modules) == 1:
         return _module(unit)
     return f"[model.get_submodule(name) for name in {list_names(unit.modules)}]"
+
+
+# --- Write the call of `FullyShardedDataParallel` (FSDP1).
+
+
+def wrapper_lines(before: Plan, after: Plan) -> list[str]:
+    """The code that wraps a model with the changed arguments of a plan of FSDP1."""
+    assert before.fsdp1 is not None
+    assert after.fsdp1 is not None
+    lines, changed = list[str](), dict[str, str]()
+    if after.checkpointing != before.checkpointing:
+        lines += _checkpoint(after)
+    if after.unit_names != before.unit_names:
+        names = [unit.modules[0] for unit in after.units if not unit.is_root]
+        lines += [
+            "from torch.distributed.fsdp.wrap import CustomPolicy",
+            f"names = {list_names(names)}",
+            "wrapped = [model.get_submodule(name) for name in names]",
+        ]
+        changed["auto_wrap_policy"] = (
+            "CustomPolicy(lambda module: any(module is each for each in wrapped))"
+        )
+    if after.mesh != before.mesh:
+        lines += _mesh_lines(after)
+        changed["device_mesh"] = "mesh"
+    dtypes = [
+        f"{name}=torch.{value}"
+        for name in ("param_dtype", "reduce_dtype")
+        if (value := getattr(after.units[0], name))
+    ]
+    for name, value, is_same in (
+        ("sharding_strategy", f"ShardingStrategy.{_strategy(after)}",
+         _strategy(after) == _strategy(before)),
+        ("forward_prefetch", str(bool(after.forward_prefetch)),
+         after.forward_prefetch == before.forward_prefetch),
+        ("backward_prefetch", f"BackwardPrefetch.{after.fsdp1.backward_prefetch}",
+         after.fsdp1.backward_prefetch == before.fsdp1.backward_prefetch),
+        ("limit_all_gathers", str(after.fsdp1.limit_all_gathers),
+         after.fsdp1.limit_all_gathers == before.fsdp1.limit_all_gathers),
+        ("mixed_precision", f"MixedPrecision({', '.join(dtypes)})",
+         _dtypes(after) == _dtypes(before)),
+    ):  # fmt: skip
+        if not is_same:
+            changed[name] = value.replace("BackwardPrefetch.none", "None")
+    if changed:
+        used = [
+            name
+            for name in ("BackwardPrefetch", "MixedPrecision", "ShardingStrategy")
+            if any(name in value for value in changed.values())
+        ]
+        classes = ", ".join(sorted(["FullyShardedDataParallel", *used]))
+        lines = [f"from torch.distributed.fsdp import {classes}", *lines]
+        lines += ["model = FullyShardedDataParallel(", "    model,  # and your other arguments"]
+        lines += [f"    {name}={value}," for name, value in changed.items()]
+        lines.append(")")
+    if after.accumulation.sync != before.accumulation.sync:
+        lines.append(
+            "# run every microbatch but the last in: with model.no_sync()"
+            if after.accumulation.sync == "last"
+            else "# run no microbatch in model.no_sync()"
+        )
+    return lines
+
+
+def _dtypes(plan: Plan) -> set[tuple[str | None, str | None]]:
+    return {(unit.param_dtype, unit.reduce_dtype) for unit in plan.units}
+
+
+def _strategy(plan: Plan) -> str:
+    is_kept = all(unit.reshard_after_forward is False for unit in plan.inner_units or plan.units)
+    if plan.mesh.get("replicate", 1) > 1:
+        return "_HYBRID_SHARD_ZERO2" if is_kept else "HYBRID_SHARD"
+    return "SHARD_GRAD_OP" if is_kept else "FULL_SHARD"
 
 
 def list_names(names: Sequence[str]) -> str:

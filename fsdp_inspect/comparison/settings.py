@@ -372,9 +372,9 @@ def _prefetch(asked: Plan, ran: Plan, with_parameters: Collection[str]) -> Itera
 
 
 def _of_the_whole(asked: Plan, ran: Plan) -> Iterator[PlanDifference]:
-    for name in ("world_size", "mesh", "accumulation", "checkpointing"):
+    for name in ("world_size", "mesh", "accumulation", "checkpointing", "fsdp1"):
         wanted, got = getattr(asked, name), getattr(ran, name)
-        if wanted and wanted != got:
+        if (wanted or name == "fsdp1") and wanted != got:
             yield PlanDifference(name, "", _plain(wanted), _plain(got))
 
 

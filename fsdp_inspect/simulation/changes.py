@@ -14,6 +14,7 @@ from fsdp_inspect.errors import PlanError
 from fsdp_inspect.trace.plan import (
     ROOT,
     AccumulationSync,
+    BackwardPrefetch,
     Checkpointing,
     FloatDtype,
     Plan,
@@ -34,7 +35,10 @@ class Changes:
 
     wrap: str | None = None
     forward_prefetch: int | None = None
-    backward_prefetch: int | None = None
+    backward_prefetch: int | BackwardPrefetch | None = None
+    """The number of units; for FSDP1, when backward gathers the next unit."""
+    limit_all_gathers: bool | None = None
+    """FSDP1: whether the host waits until at most two all-gathers are in flight."""
     reshard_after_forward: bool | int | None = None
     """For every unit but the root, which torch treats separately, and units kept unsharded."""
     param_dtype: FloatDtype | None = None
@@ -78,8 +82,10 @@ def apply_changes(
     fields: dict[str, object] = {}
     if changes.forward_prefetch is not None:
         fields["forward_prefetch"] = changes.forward_prefetch
-    if changes.backward_prefetch is not None:
-        fields["backward_prefetch"] = changes.backward_prefetch
+    moment = changes.backward_prefetch
+    if moment is not None and not isinstance(moment, str):
+        fields["backward_prefetch"] = moment
+    fields |= _of_fsdp1(plan, moment if isinstance(moment, str) else None, changes)
     if changes.world_size is not None or changes.replicas is not None:
         fields |= resized(plan, changes.world_size, changes.replicas)
     accumulation = {"microbatches": changes.microbatches, "sync": changes.accumulation_sync}
@@ -98,6 +104,25 @@ def apply_changes(
         }
         plan = plan.change(names, **settings) if settings else plan
     return plan
+
+
+def _of_fsdp1(plan: Plan, moment: str | None, changes: Changes) -> dict[str, object]:
+    """The changed settings that only FSDP1 has.
+
+    Raises:
+        PlanError: The plan is not of FSDP1.
+    """
+    settings = {"backward_prefetch": moment, "limit_all_gathers": changes.limit_all_gathers}
+    changed = {name: value for name, value in settings.items() if value is not None}
+    if not changed:
+        return {}
+    if plan.fsdp1 is None:
+        name, value = next(iter(changed.items()))
+        raise PlanError(
+            f"Invalid {name}: {value!r}. Only FSDP1 (FullyShardedDataParallel) has this setting, "
+            "and the units of this plan are those of fully_shard. Leave it out."
+        )
+    return {"fsdp1": {**plan.fsdp1.model_dump(), **changed}}
 
 
 def checkpoint(

@@ -30,6 +30,7 @@ from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, find_node, fit_network, known_lines
+from fsdp_inspect.simulation.parameters import is_flat
 from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
 from fsdp_inspect.simulation.recorded_memory import grow_memory, measure_memory_work
 from fsdp_inspect.simulation.schedule import Schedule, SimulatedStep
@@ -310,6 +311,13 @@ def _expect_sharded_units(run: RunSource) -> None:
             f"{format_unit(replicated[0])}. Expected units of fully_shard. Record a run in which "
             "all units are sharded."
         )
+    offloaded = [unit.fqn for unit in units if is_flat(unit) and unit.offload]
+    if offloaded:
+        raise MissingDataError(
+            f"Run {run.manifest.run_id!r} cannot be simulated: FSDP1 offloads "
+            f"{format_unit(offloaded[0])} to the host, and its copies of gradients are not "
+            "recorded. Expected units on the device. Record a run without CPUOffload."
+        )
 
 
 def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:
@@ -353,8 +361,9 @@ def expect_simulated_sharder(manifest: RunManifest) -> None:
     if sharder.why_not_simulated is not None:
         raise MissingDataError(
             f"Run {manifest.run_id!r} cannot be simulated: it uses {sharder.title}. "
-            f"{sharder.why_not_simulated} Expected units of fully_shard (FSDP2). `fsdp-inspect "
-            "show RUN exposed` shows the measured waits."
+            f"{sharder.why_not_simulated} Expected units of fully_shard (FSDP2) or of "
+            "FullyShardedDataParallel (FSDP1). `fsdp-inspect show RUN exposed` shows the measured "
+            "waits."
         )
 
 
@@ -365,7 +374,7 @@ def observed_plan(run: RunSource) -> Plan:
     and whether a unit stays unsharded between them (a loop disables this for the last one).
 
     Raises:
-        MissingDataError: The run has no observed plan, or another sharder than FSDP2.
+        MissingDataError: The run has no observed plan, or an unsupported sharder.
     """
     return remember(run, "observed plan", partial(_observe_plan, run))
 
@@ -508,7 +517,11 @@ class _Builder:
         self._step_time_ns = member.typical(member.step_time_ns)
         self._execution = _execution(run)
         is_stream = self._execution is Execution.STREAM
-        self._pace = measure_host_pace(events) if is_stream else HostPace()
+        settings = observed_plan(run).fsdp1
+        is_limited = settings is not None and settings.limit_all_gathers
+        self._pace = (
+            measure_host_pace(events, is_limited=is_limited) if is_stream else HostPace()
+        )
         self._rows_of_unit = dict(positions_by_value(events.unit))
         first = readings[0]
         used = sorted({unit for each in first.passes for _, unit in each.tape})
@@ -554,12 +567,14 @@ class _Builder:
             host_ahead_ns=self._pace.ahead_ns,
             max_reduce_buffers=max(unit.reduce_scatter_max_input_buffers for unit in plan.units),
             separate_reduce_group=any(unit.separate_reduce_scatter_group for unit in plan.units),
+            fsdp1=plan.fsdp1,
             memory=None
             if memory is None
             else replace(
                 memory.work,
                 copies_reduce_input=is_gloo,
                 frees_before_copy=self._run.manifest.torch_release >= (2, 15),
+                gathers_in_place=plan.fsdp1 is not None,
             ),
         )
         return RecordedWork(
@@ -848,7 +863,7 @@ class _Builder:
             gather_backward_launch_ns=self._hook(unit.index, ClockPart.GATHER_BACKWARD),
             reduce_launch_ns=0 if self._execution is Execution.STREAM else _mean(reduces),
             is_trainable=unit.num_trainable_parameters > 0,
-            ends_with_backward=self._ends_late(unit.index),
+            ends_with_backward=not is_flat(unit) and self._ends_late(unit.index),
         )
 
     def _hook(self, unit: int, gather: ClockPart) -> int:

@@ -196,6 +196,9 @@ class Regrouping:
     """By unit of the plan, whether one recorded unit owned all its parameters."""
     pieces: Sequence[int]
     """The recorded unit of each recorded piece."""
+    ends_alone: bool = False
+    """Backward leaves a unit after the last compute of its own, before the end of units in it: a
+    flat parameter of FSDP1 has its gradient then."""
 
     def tape(self, one: Pass) -> Tape:
         """The tape of a recorded pass in units of the plan."""
@@ -207,7 +210,9 @@ class Regrouping:
             for span in spans:
                 if span[0] not in kept:
                     first.setdefault(span, at)
-                    last[span] = at
+                    last.setdefault(span, at)
+                    if one.is_forward or not self.ends_alone or span is spans[0]:
+                        last[span] = at
         opening: dict[int, list[_Span]] = {}
         closing: dict[int, list[_Span]] = {}
         for span in sorted(first, key=lambda each: (-(last[each] - first[each]), each)):

@@ -425,14 +425,16 @@ class HostPace:
     """Lead of the host over the device at the start of a forward; None: unknown."""
 
 
-def measure_host_pace(events: EventTable) -> HostPace:
+def measure_host_pace(events: EventTable, *, is_limited: bool = False) -> HostPace:
     """Measure the host's pace in some steps of one rank on a device with streams.
 
     Args:
         events: Events of timed steps.
+        is_limited: FSDP1's limiter held the host before all-gathers. This time does not count.
     """
     repeated = (events.flags & EventFlag.RECOMPUTE) != 0
     events = events.where((events.phase != Phase.EVALUATION) & ~repeated)
+    held = _held_by_limiter(events) if is_limited else Intervals.of([], [])
     forward, backward, gather = (defaultdict[int, list[int]](list) for _ in range(3))
     for _, in_step in positions_by_value(events.step):
         of_step = events.where(in_step)
@@ -445,10 +447,10 @@ def measure_host_pace(events: EventTable) -> HostPace:
                     backward,
                     _between(rows, EventKind.BACKWARD, [reduced for reduced, _, _ in gathers]),
                 ),
-                (gather, [(unit, entered - reduced) for reduced, unit, entered in gathers]),
+                (gather, [(unit, reduced, entered) for reduced, unit, entered in gathers]),
             ):
-                for unit, duration in spans:
-                    found[unit].append(duration)
+                for unit, begin, end in spans:
+                    found[unit].append(end - begin - int(held.covered_ns([begin], [end])[0]))
     begins = (events.kind == EventKind.FORWARD) & (events.unit == NO_UNIT)
     begins &= (events.microbatch == 0) & (events.phase == Phase.FORWARD)
     ahead = (events.start_ns - events.issue_ns)[begins]
@@ -464,8 +466,18 @@ def _means(found: Mapping[int, list[int]]) -> dict[int, int]:
     return {unit: round(float(np.mean(each))) for unit, each in found.items()}
 
 
-def _forward(events: EventTable) -> Iterator[tuple[int, int]]:
-    """Each unit of a forward, with the host's time from its entry to the next entry."""
+def _held_by_limiter(events: EventTable) -> Intervals:
+    """The host's time between the work before an all-gather and its issue."""
+    copies, gathers = (
+        events.where(events.kind == kind)
+        for kind in (EventKind.ALL_GATHER_COPY_IN, EventKind.ALL_GATHER)
+    )
+    _, before, after = np.intersect1d(copies.collective, gathers.collective, return_indices=True)
+    return Intervals.of(copies.end_ns[before], gathers.issue_ns[after])
+
+
+def _forward(events: EventTable) -> Iterator[tuple[int, int, int]]:
+    """Each unit of a forward, with the host's times of its entry and of the next entry."""
     turns = (events.kind == EventKind.BACKWARD) & (events.unit == NO_UNIT)
     ends = events.issue_ns[turns].tolist()
     return _between(events, EventKind.FORWARD, ends)
@@ -491,7 +503,9 @@ def _gathers_after_reductions(events: EventTable) -> Iterator[tuple[int, int, in
             yield reduced, int(gathers.unit[first]), entered
 
 
-def _between(events: EventTable, kind: EventKind, ends: list[int]) -> Iterator[tuple[int, int]]:
+def _between(
+    events: EventTable, kind: EventKind, ends: list[int]
+) -> Iterator[tuple[int, int, int]]:
     rows = events.where((events.kind == kind) & (events.unit != NO_UNIT))
     # At equal times the outer of two units is entered first: it ends last.
     order = np.lexsort((-rows.end_ns, rows.issue_ns))
@@ -501,4 +515,4 @@ def _between(events: EventTable, kind: EventKind, ends: list[int]) -> Iterator[t
         following = [issued for issued, _ in entries[position + 1 : position + 2]]
         following += ends[(first := bisect_right(ends, entered)) : first + 1]
         if following:
-            yield unit, min(following) - entered
+            yield unit, entered, min(following)

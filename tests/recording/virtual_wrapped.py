@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -24,7 +26,15 @@ NUM_STEPS = 4
 class Recorded:
     """The events of a few recorded steps, and the true times of the last one."""
 
-    def __init__(self, device: VirtualDevice, model: nn.Module) -> None:
+    def __init__(
+        self,
+        device: VirtualDevice,
+        model: nn.Module,
+        *,
+        microbatches: int = 1,
+        skips_reduction: bool = False,
+    ) -> None:
+        """With `skips_reduction`, only the last microbatch reduces gradients."""
         self.device = device
         self.sharder = sharder = find_sharder(model)
         rows: list[tuple[int, ...]] = []
@@ -38,11 +48,15 @@ class Recorded:
         for _ in range(NUM_STEPS):
             device.now_ns = max(device.now_ns, device.compute.free_ns)
             device.log.clear()
-            model(inputs).sum().backward()
+            for number in range(microbatches):
+                is_skipped = skips_reduction and number < microbatches - 1
+                with model.no_sync() if is_skipped else contextlib.nullcontext():
+                    model(inputs).sum().backward()
             model.zero_grad()
             session.end_step()
             instruments.end_step()
         self.units = [handle.name for handle in sharder.units]
+        self.groups = groups
         instruments.detach()
         assert session.journal.settle(60.0) == 0
         assert session.active, session.problems
