@@ -711,12 +711,34 @@ class _Builder:
             # Outside of all units: code between two units belongs to the next unit.
             owner = stretch.unit if is_own or stretch.enclosing < 0 else stretch.enclosing
             behind: _Slot = ("first" if is_own else "after", stretch.unit)
+            if not is_forward and self._crosses(stretch.enclosing, stretch.unit):
+                # FSDP1 prefetches in forward, so a backward ends during the next one.
+                owner = stretch.enclosing
+                behind = ("first", owner)
             read.slots.append(slot if is_forward else behind)
             read.owners.append(owner)
             read.compute_ns.append(compute)
             read.ops.append((Op.LEAVE if is_own else Op.ENTER, stretch.unit))
             slot, compute = ("after" if is_own else "first", stretch.unit), 0
         return read
+
+    def _crosses(self, enclosing: int, unit: int) -> bool:
+        """Whether a unit is around another one in a backward only."""
+        return enclosing not in (-1, unit) and (enclosing, unit) not in self._nested
+
+    @cached_property
+    def _nested(self) -> Set[tuple[int, int]]:
+        """Pairs of units of which a forward runs the second one inside the first one."""
+        found: set[tuple[int, int]] = set()
+        for one in self._first_passes:
+            inside: list[int] = []
+            for op, unit in one.tape if one.is_forward else ():
+                if op is Op.ENTER:
+                    found.update((outer, unit) for outer in inside)
+                    inside.append(unit)
+                elif unit in inside:
+                    inside.remove(unit)
+        return found
 
     def _of_pass(self, number: int) -> list[tuple[ClockStretch, int]]:
         """The stretches of compute and hooks of a pass, as means over the passes with equal ones.

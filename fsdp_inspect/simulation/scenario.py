@@ -52,7 +52,12 @@ from fsdp_inspect.simulation.policies import (
 )
 from fsdp_inspect.simulation.recomputation import recompute
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
-from fsdp_inspect.simulation.recorded_units import RecordedUnits, Regrouping, copy_of_share
+from fsdp_inspect.simulation.recorded_units import (
+    RecordedUnits,
+    Regrouping,
+    copy_of_share,
+    end_in_order,
+)
 from fsdp_inspect.simulation.workload import Op, Pass, Piece, Tape, UnitWork, Workload
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EventKind
@@ -321,12 +326,17 @@ class _Regrouping:
             {position[self._owners[name]] for name in parameters_of(unit)}
             for unit in self._work.units
         ]
+        forward: Tape = ()
         for one in self._accumulated():
             reduces = one.reduces
             if reduces is not None:
                 reduces = frozenset(new for unit in reduces for new in into[unit])
             tape = regroup.tape(one)
             self._check_executed(one, tape)
+            if one.is_forward:
+                forward = tape
+            elif self._plan.fsdp1 is not None:
+                tape = end_in_order(tape, forward, is_delayed=bool(self._plan.forward_prefetch))
             yield replace(one, tape=tape, reduces=reduces)
 
     def _check_executed(self, one: Pass, tape: Tape) -> None:

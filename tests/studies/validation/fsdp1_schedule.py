@@ -62,11 +62,30 @@ SETTINGS: Mapping[str, tuple[Changes, dict[str, Any]]] = {
 """The change of the plan, and the arguments of FSDP1 that make it."""
 
 
+class ManyKernels(VirtualDevice):
+    """A device on which the work of a block is many kernels: they run while the host issues more.
+
+    The simulation assumes the same ([Note: launching] in `simulation.machine`).
+    """
+
+    begun_ns = 0
+
+    def spend(self, duration_ns: int) -> None:
+        self.begun_ns = self.now_ns
+        super().spend(duration_ns)
+
+    def run(self, kind: str, unit: str, duration_ns: int) -> None:
+        stream = self.current
+        start = max(stream.free_ns, self.begun_ns)
+        stream.free_ns = max(start + duration_ns, self.now_ns)
+        self._note(kind, unit, start, stream.free_ns)
+
+
 @cache
 def train(speed: tuple[float, float, float], name: str, microbatches: int = 1) -> InMemoryRun:
     """Record FSDP1 with a setting on a virtual device."""
     gather, scatter, host = (round(ms * MS) for ms in speed)
-    device = VirtualDevice()
+    device = ManyKernels()
     own = {"device_id": torch.device("cpu"), "use_orig_params": True, **SETTINGS[name][1]}
     skips = own.pop("no_sync", False)
     with fsdp1_on(device, gather_ns=gather, scatter_ns=scatter):
