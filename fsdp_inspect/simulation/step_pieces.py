@@ -467,13 +467,33 @@ def _means(found: Mapping[int, list[int]]) -> dict[int, int]:
 
 
 def _held_by_limiter(events: EventTable) -> Intervals:
-    """The host's time between the work before an all-gather and its issue."""
-    copies, gathers = (
+    """The host's time between the work before an all-gather and its issue.
+
+    Torch also asks its limiter before a backward that gathers nothing. No event shows this time. If
+    the device ends the backward of another unit between a reduction and the next backward, the
+    host is taken to have waited for that end.
+    """
+    events = events.where(events.unit != NO_UNIT)
+    copies, gathers, scatters, backwards = (
         events.where(events.kind == kind)
-        for kind in (EventKind.ALL_GATHER_COPY_IN, EventKind.ALL_GATHER)
+        for kind in (
+            EventKind.ALL_GATHER_COPY_IN,
+            EventKind.ALL_GATHER,
+            EventKind.REDUCE_SCATTER,
+            EventKind.BACKWARD,
+        )
     )
     _, before, after = np.intersect1d(copies.collective, gathers.collective, return_indices=True)
-    return Intervals.of(copies.end_ns[before], gathers.issue_ns[after])
+    held = list(zip(copies.end_ns[before].tolist(), gathers.issue_ns[after].tolist(), strict=True))
+    issues, entries = np.sort(gathers.issue_ns), np.sort(backwards.issue_ns)
+    for unit, reduced in zip(scatters.unit, scatters.issue_ns.tolist(), strict=True):
+        ends = np.sort(backwards.end_ns[backwards.unit != unit])
+        for entered in entries[(at := np.searchsorted(entries, reduced)) : at + 1].tolist():
+            first, last = np.searchsorted(issues, [reduced, entered])
+            released = ends[np.searchsorted(ends, entered, side="right") - 1]
+            if first == last and released > reduced:
+                held.append((reduced, int(released)))
+    return Intervals.of([begin for begin, _ in held], [end for _, end in held])
 
 
 def _forward(events: EventTable) -> Iterator[tuple[int, int, int]]:
