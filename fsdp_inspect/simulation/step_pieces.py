@@ -409,6 +409,10 @@ def _nest(inside: list[int], unit: int, *, opens: bool) -> None:
 # entry belongs to the unit that is gathered there; without a gather, to the unit before.
 
 
+_CLOCK_ERROR_NS = 20_000
+"""The largest difference of the host's clock and the device's that is no order of events."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostPace:
     """Host times, means over passes, ns."""
@@ -485,14 +489,14 @@ def _held_by_limiter(events: EventTable) -> Intervals:
     )
     _, before, after = np.intersect1d(copies.collective, gathers.collective, return_indices=True)
     held = list(zip(copies.end_ns[before].tolist(), gathers.issue_ns[after].tolist(), strict=True))
-    issues, entries = np.sort(gathers.issue_ns), np.sort(backwards.issue_ns)
+    issues, entries = gathers.issue_ns, np.sort(backwards.issue_ns)
     for unit, reduced in zip(scatters.unit, scatters.issue_ns.tolist(), strict=True):
-        ends = np.sort(backwards.end_ns[backwards.unit != unit])
+        ends = backwards.end_ns[backwards.unit != unit]
         for entered in entries[(at := np.searchsorted(entries, reduced)) : at + 1].tolist():
-            first, last = np.searchsorted(issues, [reduced, entered])
-            released = ends[np.searchsorted(ends, entered, side="right") - 1]
-            if first == last and released > reduced:
-                held.append((reduced, int(released)))
+            gathers_nothing = not np.any((issues >= reduced) & (issues <= entered))
+            released = ends[(ends > reduced) & (ends <= entered + _CLOCK_ERROR_NS)]
+            if gathers_nothing and len(released):
+                held.append((reduced, min(int(released.max()), entered)))
     return Intervals.of([begin for begin, _ in held], [end for _, end in held])
 
 
