@@ -303,6 +303,8 @@ class FlatUnitTimer(UnitTimer):
         self.handle = handle.handle
         self.wrapper = handle.wrapper
         self._copies_before_gather = handle.copies_before_gather
+        self._asked_ns = 0
+        """The host's time when torch asked its limiter for the last all-gather."""
         self._need: Any = None
         """The time at which the compute stream began to wait for the all-gather; None: no wait."""
 
@@ -338,9 +340,13 @@ class FlatUnitTimer(UnitTimer):
     def _after_pre_unshard(self, token: None, result: bool) -> None:
         if self._copy_in is not None and self._copy_in[1] is None:
             self._copy_in = (self._copy_in[0], self._clock.mark())
+            self._asked_ns = self._clock.host_now()
 
     def _add_copy_in(self, gather: Communication, start: Any, end: Any) -> None:
-        """Write the work before the all-gather just issued, which may be empty."""
+        """Write the work before the all-gather just issued, which may be empty.
+
+        Its issue is the moment at which the host has issued it, before the limiter.
+        """
         self._session.add(
             _ALL_GATHER_COPY_IN,
             start,
@@ -349,6 +355,7 @@ class FlatUnitTimer(UnitTimer):
             issued_by=gather.issued_by,
             stream=_HOST_STREAM if self._session.on_host else _COPY_IN_STREAM,
             collective=gather.identity,
+            issue_ns=self._asked_ns,
         )
 
     def _after_post_unshard(self, token: None, result: None) -> None:
