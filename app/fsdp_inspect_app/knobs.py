@@ -100,7 +100,12 @@ def _knobs_of_prefetch(plan: Plan) -> tuple[Knob, ...]:
     """The knobs of prefetch, which FSDP1 has in another form."""
     depths = _up_to(6 if plan.fsdp1 is None else 1)
     forward = Knob(
-        "forward_prefetch", "Prefetch in forward", "Units to prefetch in forward.", depths, True, int
+        "forward_prefetch",
+        "Prefetch in forward",
+        "Units to prefetch in forward.",
+        depths,
+        True,
+        int,
     )
     if plan.fsdp1 is None:
         return forward, Knob(

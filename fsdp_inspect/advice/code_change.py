@@ -232,9 +232,7 @@ def _change_wrappers(manifest: RunManifest, change: Change) -> CodeChange:
     if settings is not None:
         where = "The trainer has options for this change."
     lines = () if settings else wrapper_lines(change.before, change.after)
-    return _finish(
-        manifest, change, where, settings=settings, lines=lines, needs_plan_file=False
-    )
+    return _finish(manifest, change, where, settings=settings, lines=lines, needs_plan_file=False)
 
 
 def _options_of_trainer(change: Change) -> dict[str, str]:
@@ -259,7 +257,133 @@ def _trainer_options(plan: Plan) -> dict[str, str]:
     }
 
 
-alse,
+def _change_own_calls(manifest: RunManifest, change: Change) -> CodeChange:
+    code = manifest.code
+    calls = f"the calls in {_places(code.calls)}"
+    if is_readable(code.calls):
+        edits = edit_own_calls(code, change)
+        diff = write_diff(code.sources, edits) if edits else ""
+        if diff:
+            where = f"The diff changes {calls}, or adds lines after them."
+            return _finish(manifest, change, where, diff=diff, needs_plan_file=False)
+        edits = replace_calls(code, change)
+        diff = write_diff(code.sources, edits) if edits else ""
+        if diff:
+            where = f"The diff replaces {calls} with the plan file."
+            return _finish(manifest, change, where, diff=diff)
+    where = f"Replace {calls} with these lines. {_say_no_diff(manifest, change)}"
+    return _finish(manifest, change, where, lines=_lines_in_place(code.calls, change))
+
+
+def _lines_in_place(calls: Sequence[ShardingCall], change: Change) -> list[str]:
+    """Lines that apply the plan, in the names of the calls that they replace."""
+    places = find_root_places(calls, change)
+    if len(places) == 1 and places[0][0] and not places[0][1].argument:
+        prefix, call = places[0]  # without the source lines, the name of the module is unknown
+        note = f"# model: the module {prefix} of the recorded model, which your calls shard"
+        return [note, *apply_lines(change, "model", mesh_of_calls(calls, call, change), prefix)]
+    if places and all(call.argument for _, call in places):
+        return [
+            line
+            for prefix, call in places
+            for line in apply_lines(
+                change, call.argument, mesh_of_calls(calls, call, change), prefix
+            )
+        ]
+    return _lines_of_models(change)
+
+
+def _lines_of_models(change: Change) -> list[str]:
+    """Lines that apply the plan, in the names of the recorded models."""
+    mesh = "mesh" if change.after.has_other_dimensions else ""
+    note = ["# mesh: the data-parallel mesh that your fully_shard calls use"] if mesh else []
+    roots = [name for name in change.before.fsdp_roots if name and "." not in name]
+    is_one = len(roots) < 2 or len(roots) != len(change.before.fsdp_roots)
+    if is_one or change.joins_roots:
+        return [*note, *apply_lines(change, "model", mesh)]
+    lines = [line for root in roots for line in apply_lines(change, root, mesh, root)]
+    return [*note, "# for each of the recorded models", *lines]
+
+
+def _change_framework(manifest: RunManifest, change: Change) -> CodeChange:
+    code, call = manifest.code, _outer_call(manifest.code.calls)
+    title = title_of_framework(call.package)
+    settings = express_in_settings(code.frameworks, code.settings, change)
+    if settings is not None:
+        where = f"{title} makes this change by its own settings."
+        return _finish(
+            manifest,
+            change,
+            where,
+            settings=settings,
+            needs_plan_file=False,
+        )
+    shards = f"{title} shards the model in {call.file}:{call.line}"
+    user = call.user
+    after = list(lines_after(change)) if _is_later(change) else []
+    if user is None:
+        lines = after or apply_lines(change, "model", "")
+        how = "Add these lines after its calls" if after else "Replace its calls with these lines"
+        return _finish(
+            manifest, change, f"{shards}. {how}.", lines=_named(lines), needs_plan_file=not after
+        )
+    shards += f", called from {user.file}:{user.line}"
+    if after:
+        return _after_statement(manifest, change, shards, user, after)
+    if call.package == "accelerate":
+        return _before_accelerate(manifest, change, shards, user)
+    lines = apply_lines(change, user.model or "model", "")
+    where = f"{shards}. No setting makes this change. Build the model unsharded and apply the plan."
+    return _finish(manifest, change, where, lines=lines)
+
+
+def _outer_call(calls: Sequence[ShardingCall]) -> ShardingCall:
+    """The call of a package for the whole model, else the first call of a package."""
+    of_packages = [call for call in calls if call.package]
+    whole = [call for call in of_packages if call.user is not None and call.user.model]
+    return (whole or of_packages)[0]
+
+
+def _is_later(change: Change) -> bool:
+    """Whether lines after the `fully_shard` calls alone make the change."""
+    before, after = change.before, change.after
+    names = ("forward_prefetch", "backward_prefetch", "accumulation")
+    same = {name: getattr(after, name) for name in names}
+    units = before.units
+    if before.unit_names == after.unit_names:
+        units = tuple(
+            unit.model_copy(update={"unshard_async_op": after.unit(unit.name).unshard_async_op})
+            for unit in before.units
+        )
+    is_same = before.model_copy(update={**same, "units": units}) == after
+    is_plain = all(
+        getattr(before, name) == getattr(after, name)
+        or (getattr(before, name) == 0 and isinstance(getattr(after, name), int))
+        for name in names[:2]
+    )
+    return is_same and is_plain and len({unit.unshard_async_op for unit in after.units}) == 1
+
+
+def _after_statement(
+    manifest: RunManifest, change: Change, shards: str, user: UserStatement, lines: Sequence[str]
+) -> CodeChange:
+    diff = ""
+    if user.model_after:
+        found = lines_of(manifest.code.sources, user.file, user.line, user.line) or [""]
+        indent = found[0][: len(found[0]) - len(found[0].lstrip())]
+        new = tuple(f"{indent}{line}" for line in _named(lines, user.model_after))
+        edit = Edit(user.file, user.end_line + 1, user.end_line, new)
+        diff = write_diff(manifest.code.sources, [edit])
+    where = f"{shards}. The lines follow this statement."
+    if not diff:
+        where = f"{shards}. Run these lines after the model is sharded and before it trains."
+    return _finish(
+        manifest,
+        change,
+        where,
+        diff=diff,
+        lines=() if diff else _named(lines),
+        needs_plan_file=False,
     )
 
 

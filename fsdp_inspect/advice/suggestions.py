@@ -362,15 +362,15 @@ class Narrator:
         elif added > 0:
             yield f"The peak rises by {format_bytes(added)}."
         if choice.accumulation_sync is not None:
+            how = (
+                " (no_sync)."
+                if self._is_fsdp1
+                else ". A plan file changes this only if the loop reads the plan "
+                "(set_requires_gradient_sync)."
+            )
             yield (
-                "The training loop decides when gradients are reduced"
-                + (
-                    " (no_sync)"
-                    if self._is_fsdp1
-                    else ". A plan file changes this only if the loop reads the plan "
-                    "(set_requires_gradient_sync)"
-                )
-                + ". Between the backwards of a step, the loop must not read the gradients (clipping, norms)."
+                f"The training loop decides when gradients are reduced{how} Between the backwards "
+                "of a step, the loop must not read the gradients (clipping, norms)."
             )
         if choice.grouping is not None and choice.grouping.startswith(ROOT_PARTS):
             yield (

@@ -130,7 +130,12 @@ def advise(  # noqa: PLR0913 - one argument an option
             param_hint="--take",
         )
     if write is not None:
-        for file in (write, prediction_file_of(write), patch_file_of(write), migration_file_of(write)):
+        for file in (
+            write,
+            prediction_file_of(write),
+            patch_file_of(write),
+            migration_file_of(write),
+        ):
             require_new_file("--write", file)
     with open_tasks(dask) as tasks, show_progress() as on_progress:
         source = open_stored_argument(run, show_bars(tasks))

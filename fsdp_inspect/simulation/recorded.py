@@ -519,9 +519,7 @@ class _Builder:
         is_stream = self._execution is Execution.STREAM
         settings = observed_plan(run).fsdp1
         is_limited = settings is not None and settings.limit_all_gathers
-        self._pace = (
-            measure_host_pace(events, is_limited=is_limited) if is_stream else HostPace()
-        )
+        self._pace = measure_host_pace(events, is_limited=is_limited) if is_stream else HostPace()
         self._rows_of_unit = dict(positions_by_value(events.unit))
         first = readings[0]
         used = sorted({unit for each in first.passes for _, unit in each.tape})

@@ -414,13 +414,7 @@ class Schedule:
             order = [unit for unit in order if units[unit].policy.root in reached]
         for unit in order:
             state = units[unit]
-            if self._fsdp1 is not None:
-                self._finish_unit_of_fsdp1(unit, state, one)
-            elif not state.is_done:
-                if state.ready_ns or one.reduces is None:
-                    self._post_backward(unit, one)
-                elif self._reshards_after(state, one):
-                    self._reshard(unit, state)
+            self._finish_unit(unit, state, one)
             if one.finishes:
                 self._await_all(state.context)
                 state.reduced_ns = None
@@ -433,11 +427,15 @@ class Schedule:
                 context.in_flight.clear()
                 context.forward_order.clear()
 
-    def _finish_unit_of_fsdp1(self, unit: int, state: _UnitState, one: Pass) -> None:
-        """Reshard a unit that is still unsharded, also one that was prefetched in vain."""
-        if state.ready_ns:
+    def _finish_unit(self, unit: int, state: _UnitState, one: Pass) -> None:
+        """End the backward of a unit, and reshard it if it is still unsharded."""
+        if not state.is_done and (state.ready_ns or one.reduces is None):
             self._post_backward(unit, one)
-        if state.gather is not None:
+        elif not state.is_done and self._fsdp1 is None and self._reshards_after(state, one):
+            self._reshard(unit, state)
+        if self._fsdp1 is None:
+            return
+        if state.gather is not None:  # it was prefetched in vain
             self._note_transfer(state.gather, -1)
             state.gather, state.is_unsharded = None, True
         if state.is_unsharded and self._reshards_after(state, one):

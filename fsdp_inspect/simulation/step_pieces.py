@@ -488,7 +488,9 @@ def _held_by_limiter(events: EventTable) -> Intervals:
         )
     )
     _, before, after = np.intersect1d(copies.collective, gathers.collective, return_indices=True)
-    held = list(zip(copies.issue_ns[before].tolist(), gathers.issue_ns[after].tolist(), strict=True))
+    held = list(
+        zip(copies.issue_ns[before].tolist(), gathers.issue_ns[after].tolist(), strict=True)
+    )
     issues, entries = gathers.issue_ns, np.sort(backwards.issue_ns)
     for unit, reduced in zip(scatters.unit, scatters.issue_ns.tolist(), strict=True):
         ends = backwards.end_ns[backwards.unit != unit]

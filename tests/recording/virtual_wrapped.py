@@ -6,7 +6,6 @@ import contextlib
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_inspect.recording.clocks import CudaClock
@@ -39,7 +38,7 @@ class Recorded:
         self.sharder = sharder = find_sharder(model)
         rows: list[tuple[int, ...]] = []
         groups = ProcessGroups()
-        groups.find(dist.group.WORLD, "shard")  # as the recorder finds the groups of units
+        sharder.register_groups(groups)
         session = Session(CudaClock(device), rows.append, groups)
         probe = MemoryProbe(session, lambda row: None, None)
         instruments = Instruments(session, sharder, probe, None, lambda optimizer: None)

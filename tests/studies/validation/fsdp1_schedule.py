@@ -9,16 +9,19 @@ from it. Blocks are unequal, so that exposed time moves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     FullyShardedDataParallel,
+    MixedPrecision,
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -34,6 +37,7 @@ from tests.recording.test_fsdp1_cuda_path import fsdp1_on
 from tests.recording.virtual_device import MS, TimedBlock, TimedModel, VirtualDevice
 from tests.recording.virtual_wrapped import Recorded
 
+WORLD_SIZE = 4
 SPEEDS = ((1, 1, 0.1), (3, 3, 0.1), (6, 6, 0.1), (2, 9, 0.1), (9, 2, 0.1), (3, 3, 6))
 """Duration of an all-gather, of a reduce-scatter, and of the host's work for a block, ms."""
 SETTINGS: Mapping[str, tuple[Changes, dict[str, Any]]] = {
@@ -50,6 +54,13 @@ SETTINGS: Mapping[str, tuple[Changes, dict[str, Any]]] = {
     "no backward prefetch": (Changes(backward_prefetch="none"), {"backward_prefetch": None}),
     "no limit": (Changes(limit_all_gathers=False), {"limit_all_gathers": False}),
     "`no_sync`": (Changes(accumulation_sync="last"), {"no_sync": True}),
+    "`HYBRID_SHARD`": (Changes(), {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}),
+    "bfloat16": (Changes(), {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}),
+    "one unit": (Changes(wrap="root"), {"auto_wrap_policy": None}),
+    "`SHARD_GRAD_OP`, `forward_prefetch`": (
+        Changes(reshard_after_forward=False, forward_prefetch=1),
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "forward_prefetch": True},
+    ),
     "both prefetches, no limit": (
         Changes(forward_prefetch=1, backward_prefetch="BACKWARD_POST", limit_all_gathers=False),
         {
@@ -68,7 +79,7 @@ class ManyKernels(VirtualDevice):
     The simulation assumes the same ([Note: launching] in `simulation.machine`).
     """
 
-    begun_ns = 0
+    begun_ns = replicas_free_ns = 0
 
     def spend(self, duration_ns: int) -> None:
         self.begun_ns = self.now_ns
@@ -80,25 +91,46 @@ class ManyKernels(VirtualDevice):
         stream.free_ns = max(start + duration_ns, self.now_ns)
         self._note(kind, unit, start, stream.free_ns)
 
+    def timed(self, all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+        """An all-reduce over the replicas, on their own communicator."""
+
+        @wraps(all_reduce)  # the recorder reads its signature
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _, self.replicas_free_ns = self.current.run(2 * MS, self.replicas_free_ns)
+            return all_reduce(*args, **kwargs)
+
+        return run
+
 
 @cache
 def train(speed: tuple[float, float, float], name: str, microbatches: int = 1) -> InMemoryRun:
     """Record FSDP1 with a setting on a virtual device."""
     gather, scatter, host = (round(ms * MS) for ms in speed)
     device = ManyKernels()
-    own = {"device_id": torch.device("cpu"), "use_orig_params": True, **SETTINGS[name][1]}
+    own = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    own |= {"auto_wrap_policy": ModuleWrapPolicy({TimedBlock}), **SETTINGS[name][1]}
+    if "HYBRID" in name:
+        own["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     skips = own.pop("no_sync", False)
-    with fsdp1_on(device, gather_ns=gather, scatter_ns=scatter):
+    with (
+        fsdp1_on(device, gather_ns=gather, scatter_ns=scatter),
+        patch.object(dist, "all_reduce", device.timed(dist.all_reduce)),
+    ):
         model = TimedModel(device, blocks=6, forward_ns=MS, host_ns=host)
         for at, layer in enumerate(model.layers):
             layer.forward_ns = MS if at % 3 == 0 else 6 * MS
-        policy = ModuleWrapPolicy({TimedBlock})
-        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **own)
+        wrapped = FullyShardedDataParallel(model, **own)
         found = Recorded(device, wrapped, microbatches=microbatches, skips_reduction=skips)
         plan = found.sharder.observe_plan(wrapped)
     assert plan is not None
     builder = RunBuilder(
-        found.units, plan=plan.to_dict(), device_type="cuda", warmup_steps=0, sharder=FSDP1
+        found.units,
+        world_size=WORLD_SIZE,
+        plan=plan.to_dict(),
+        device_type="cuda",
+        warmup_steps=0,
+        sharder=FSDP1,
+        process_groups=found.groups.describe(),
     )
     builder.rank(0).step(0, 0, 1)
     run = builder.build()
@@ -121,7 +153,7 @@ def predict(run: InMemoryRun, changes: Changes) -> int:
 
 def main() -> None:
     """Print the table."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     print("| all-gather, reduce-scatter, host | " + " | ".join(SETTINGS) + " |")
     print("|---|" + "--:|" * len(SETTINGS))
     for speed in SPEEDS:
