@@ -132,7 +132,9 @@ class LoopHooks:
         session = self._session
         if session.step >= _OBSERVED_STEPS or (before_backward and not session.microbatch):
             return
-        found = sorted(self._find_gradients())  # DDP may have rebuilt its buckets in between
+        # DDP may have rebuilt its buckets in between. Outside of `no_sync`, FSDP1's gradients that
+        # wait for a reduction count twice.
+        found = sorted(set(self._find_gradients()))
         if before_backward and self._gradients and session.gradients_between != "changed":
             is_kept = found == self._gradients
             session.gradients_between = "kept" if is_kept else "changed"

@@ -148,6 +148,8 @@ class UnitMemory:
     """Gradients after a reduction, in the parameters' own dtype."""
     resting: int
     """Sharded parameters and optimizer state."""
+    flat_gradient: int = 0
+    """FSDP1: its gradients as one tensor, if no recorded backward contains their copy."""
     last_gradient: int = 0
     """The gradient of its last parameter: torch (2.13) keeps it until the reduction is issued."""
     share: Share = NO_SHARE
@@ -300,6 +302,10 @@ class MemoryLedger:
             gradients[piece] = memory.gradients
             self._add(Held.UNSHARDED_GRADIENT, memory.gradients, unit)
 
+    def flatten(self, unit: int) -> None:
+        """FSDP1: copy gradients into one tensor, at the end of a backward."""
+        self._rise(Held.UNSHARDED_GRADIENT, self._work.units[unit].flat_gradient, unit)
+
     def reduce(self, unit: int) -> None:
         """Copy gradients into a reduce-scatter's input, and allocate its output."""
         memory = self._work.units[unit]
@@ -377,6 +383,9 @@ class NoLedger(MemoryLedger):
         """Do nothing."""
 
     def backward(self, piece: int, unit: int) -> None:
+        """Do nothing."""
+
+    def flatten(self, unit: int) -> None:
         """Do nothing."""
 
     def reduce(self, unit: int) -> None:

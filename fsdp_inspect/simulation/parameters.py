@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.trace.codes import ITEMSIZE
-from fsdp_inspect.trace.plan import ROOT
+from fsdp_inspect.trace.plan import ROOT, Fsdp1Settings
 from fsdp_inspect.trace.run import FLAT_PARAM, ParameterTraits, Unit
 
 
@@ -196,11 +196,13 @@ def share_of(unit: Unit, shard: int) -> Share:
     return Share(unit.unsharded_bytes // group, rise)
 
 
-def reduce_input_of(unit: Unit) -> int:
-    """Bytes of the copy that a reduce-scatter reads; FSDP1 copies gradients to cast or pad them."""
+def reduce_input_of(unit: Unit, fsdp1: Fsdp1Settings | None) -> int:
+    """Bytes of the copy that a reduce-scatter reads. FSDP1 copies gradients to cast or pad them."""
     gradients = unit.num_parameters * itemsize(unit.param_dtype)
-    is_whole = unit.param_dtype == unit.reduce_dtype and gradients == unit.reduce_bytes
-    return 0 if is_flat(unit) and is_whole else unit.reduce_bytes
+    is_cast = unit.param_dtype != unit.reduce_dtype
+    if fsdp1 is None or is_cast:
+        return unit.reduce_bytes
+    return 0 if fsdp1.use_orig_params or gradients == unit.reduce_bytes else unit.reduce_bytes
 
 
 def last_gradient_of(unit: Unit) -> int:

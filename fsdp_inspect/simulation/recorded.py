@@ -30,7 +30,7 @@ from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, find_node, fit_network, known_lines
-from fsdp_inspect.simulation.parameters import is_flat
+from fsdp_inspect.simulation.parameters import is_flat, reduce_input_of
 from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
 from fsdp_inspect.simulation.recorded_memory import grow_memory, measure_memory_work
 from fsdp_inspect.simulation.schedule import Schedule, SimulatedStep
@@ -570,6 +570,10 @@ class _Builder:
             if memory is None
             else replace(
                 memory.work,
+                units=[
+                    replace(own, reduce_input=reduce_input_of(unit, plan.fsdp1))
+                    for own, unit in zip(memory.work.units, self._units, strict=True)
+                ],
                 copies_reduce_input=is_gloo,
                 frees_before_copy=self._run.manifest.torch_release >= (2, 15),
                 gathers_in_place=plan.fsdp1 is not None,

@@ -21,7 +21,6 @@ from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.simulation.memory import Course, FirstUse, MemoryWork, PieceMemory, UnitMemory
 from fsdp_inspect.simulation.parameters import (
     last_gradient_of,
-    reduce_input_of,
     sharded_gradient_bytes,
     share_of,
 )
@@ -374,7 +373,7 @@ class _Reader:
         gradients = sharded_gradient_bytes(unit, self._shard)
         return UnitMemory(
             unsharded=unit.unsharded_bytes,
-            reduce_input=reduce_input_of(unit),
+            reduce_input=unit.reduce_bytes,
             sharded_gradients=gradients,
             resting=unit.sharded_bytes + round(gradients * self._state_ratio()),
             last_gradient=last_gradient_of(unit),

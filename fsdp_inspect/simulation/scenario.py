@@ -36,6 +36,7 @@ from fsdp_inspect.simulation.network import Network, Pace
 from fsdp_inspect.simulation.parameters import (
     Parameter,
     flat_numel,
+    is_flat,
     is_inside,
     itemsize,
     last_gradient_of,
@@ -689,7 +690,10 @@ class _Regrouping:
         per_gradient = (states - recorded.sharded_bytes) / max(recorded.gradient_bytes, 1)
         return UnitMemory(
             unsharded=unit.unsharded_bytes,
-            reduce_input=reduce_input_of(unit),
+            reduce_input=reduce_input_of(unit, self._plan.fsdp1),
+            flat_gradient=unit.unsharded_bytes
+            if is_flat(unit) and unit.fqn not in self._unchanged
+            else 0,
             sharded_gradients=gradients,
             resting=unit.sharded_bytes + round(gradients * per_gradient),
             last_gradient=last_gradient_of(unit),

@@ -378,6 +378,7 @@ class Schedule:
         if state.ready_ns:
             self._note_pass(EventKind.BACKWARD, unit, state.ready_ns.pop())
         self._hook_unit = unit
+        self._memory.flatten(unit)
         state.is_prefetched = False
         if self._reshards_after(state, one):
             self._reshard(unit, state)
