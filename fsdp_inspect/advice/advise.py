@@ -295,10 +295,12 @@ def _notes(scorer: PlanScorer, limit: int | None) -> list[str]:
             "All plans, also the recorded one, are simulated on the requested network. The trace "
             "shows the recorded network."
         )
+    may_wait_later = scorer.space.plan.fsdp1 is None
     if scorer.work.execution is Execution.BLOCKING_HOST:
         notes.append(
-            "Collectives of this backend block the main thread, so prefetch cannot help unless "
-            "units gather asynchronously (unshard_async_op). Fewer or smaller collectives help."
+            "Collectives of this backend block the main thread, so prefetch cannot help"
+            + (" unless units gather asynchronously (unshard_async_op)" if may_wait_later else "")
+            + ". Fewer or smaller collectives help."
         )
     if scorer.recorded.peak_bytes is None and scorer.work.memory_refusal is not None:
         notes.append(f"{scorer.work.memory_refusal} So no limit is applied.")

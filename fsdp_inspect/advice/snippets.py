@@ -166,14 +166,14 @@ def wrapper_lines(before: Plan, after: Plan) -> list[str]:
         lines += _checkpoint(after)
     if after.unit_names != before.unit_names:
         names = [unit.modules[0] for unit in after.units if not unit.is_root]
-        lines += [
-            "from torch.distributed.fsdp.wrap import CustomPolicy",
-            f"names = {list_names(names)}",
-            "wrapped = [model.get_submodule(name) for name in names]",
-        ]
-        changed["auto_wrap_policy"] = (
-            "CustomPolicy(lambda module: any(module is each for each in wrapped))"
-        )
+        if names:
+            lines += [
+                "from torch.distributed.fsdp.wrap import CustomPolicy",
+                f"names = {list_names(names)}",
+                "wrapped = {id(model.get_submodule(name)) for name in names}",
+            ]
+        policy = "CustomPolicy(lambda module: id(module) in wrapped)" if names else "None"
+        changed["auto_wrap_policy"] = policy
     if after.mesh != before.mesh:
         lines += _mesh_lines(after)
         changed["device_mesh"] = "mesh"

@@ -215,7 +215,8 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
             options.append("--write FILE saves the plan.")
     if advice.migration is not None:
         yield _Clipped(describe_migration(advice.migration), _ROW_LINES)
-        options.append("--write FILE saves the plan for FSDP2.")
+        also = "" if plan is None else " also"
+        options.append(f"--write FILE{also} saves the plan for FSDP2.")
     more = len(advice.findings) - (finding is not None)
     if more:
         options.insert(0, f"{plural(more, 'further finding')}.")

@@ -1,13 +1,16 @@
-"""Record FSDP1 with several settings, one after the other, on the existing network.
+"""Record FSDP1 with several settings, one after the other, with collectives of known speed.
 
-    fsdp1_driver.py FOLDER
+    torchrun --nproc-per-node 2 fsdp1_driver.py FOLDER
 
-Each setting has its run in FOLDER/NAME.
+Each setting has its run in FOLDER/NAME. Messages and layers sleep in addition to their work, so
+that a busy machine changes the times little.
 """
 
 import contextlib
+import functools
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_inspect import Recorder
 from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 
-WIDTH, BATCH, NUM_STEPS, NUM_LAYERS = 509, 64, 12, 4
+SCATTER = next(
+    name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)
+)
+WIDTH, BATCH, NUM_STEPS, NUM_LAYERS = 509, 64, 7, 4
 """The width is no multiple of the ranks, so torch pads."""
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "full_shard": {},
@@ -36,6 +42,35 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
 }
 
 
+SECONDS_PER_BYTE, LAYER_S = 1e-8, 0.01
+
+
+class Slow(torch.autograd.Function):
+    """Passes rows on, after a sleep in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        time.sleep(LAYER_S)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * LAYER_S)
+        return gradients[0]
+
+
+def slow(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that also sleeps for the size of its larger side."""
+
+    @functools.wraps(collective)  # the recorder reads its signature
+    def run(output: Any, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        own = output if isinstance(output, list) else [output]
+        time.sleep(SECONDS_PER_BYTE * max(sum(each.nbytes for each in own), given.nbytes))
+        return collective(output, given, *args, **kwargs)
+
+    return run
+
+
 class Layer(nn.Module):
     """A residual layer of two matrices."""
 
@@ -45,14 +80,26 @@ class Layer(nn.Module):
         self.down = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows + self.down(torch.relu(self.up(rows)))
+        return rows + Slow.apply(self.down(torch.relu(self.up(rows))))
+
+
+class Model(nn.Module):
+    """Layers, and a head that belongs to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(NUM_LAYERS)))
+        self.head = nn.Linear(WIDTH, 7)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(rows))
 
 
 def train(name: str, path: Path) -> None:
     """Train a few steps with a setting."""
     torch.manual_seed(0)
     model: Any = FullyShardedDataParallel(
-        nn.Sequential(*(Layer() for _ in range(NUM_LAYERS)), nn.Linear(WIDTH, 7)),
+        Model(),
         device_id=torch.device("cpu"),
         **{"auto_wrap_policy": ModuleWrapPolicy({Layer}), **SETTINGS[name]},
     )
@@ -74,6 +121,8 @@ def main(folder: Path) -> None:
     """Train with every setting."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    for function in ("all_gather", SCATTER):
+        setattr(dist, function, slow(getattr(dist, function)))
     for name in SETTINGS:
         train(name, folder / name)
         dist.barrier()
