@@ -396,7 +396,7 @@ def _observe_plan(run: RunSource) -> Plan:
     if member is None:
         return plan
     events = run.events(member.rank, steps=[int(_kinds_of_steps(run, member)[0].steps[0])])
-    reading = read_step(events)
+    reading = read_step(events, _flat_roots(run.manifest))
     accumulation = (reading and _accumulation(run, reading, events)) or Accumulation()
     plan = plan.model_copy(update={"accumulation": accumulation})
     kept = _kept_between_microbatches(plan, run.manifest, events)
@@ -484,6 +484,13 @@ def _kinds_of_steps(run: RunSource, member: RankSteps) -> list[_Kind]:
     return kinds
 
 
+def _flat_roots(manifest: RunManifest) -> Set[int] | None:
+    """FSDP1: the units of outermost wrappers; None: another sharder."""
+    if not manifest.is_fsdp1:
+        return None
+    return {unit.index for unit in manifest.units if unit.is_root}
+
+
 def _readings(run: RunSource, rank: int, usual: NDArray[np.int32]) -> Iterator[StepReading]:
     """The first of the usual steps, cut at their boundaries."""
     closest = run.events(rank, steps=[int(usual[0])])
@@ -491,7 +498,7 @@ def _readings(run: RunSource, rank: int, usual: NDArray[np.int32]) -> Iterator[S
     most = max(min(MAX_STEPS, _MAX_PASSES_OF_UNITS // max(int(in_units.sum()), 1)), 1)
     events = run.events(rank, steps=np.sort(usual[:most]).tolist())
     for _, in_step in positions_by_value(events.step):
-        reading = read_step(events.where(in_step))
+        reading = read_step(events.where(in_step), _flat_roots(run.manifest))
         if reading is not None:
             yield reading
 

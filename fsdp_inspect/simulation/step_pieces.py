@@ -40,6 +40,8 @@ from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
 _ON_CLOCK = (Stream.HOST, Stream.COMPUTE)
+_CLOCK_ERROR_NS = 20_000
+"""The largest difference of two times that is no order of events."""
 _WAITS = (*WAIT_OF.values(), EventKind.OTHER_WAIT)
 
 
@@ -105,17 +107,19 @@ class StepReading:
         return (places, self.passes, self.reduce_order)
 
 
-def read_step(events: EventTable) -> StepReading | None:
+def read_step(events: EventTable, flat_roots: Set[int] | None = None) -> StepReading | None:
     """Split one finished step of one rank at its boundaries.
 
     Args:
         events: All events of that step and rank.
+        flat_roots: FSDP1: the units of outermost wrappers. The compute stream then waits for all
+            all-gathers so far. None: FSDP2.
 
     Returns:
         None if no unit ran a forward, or none a backward, in the step.
     """
     window = events.where(events.kind == EventKind.STEP)
-    reader = _Reader(events)
+    reader = _Reader(events, flat_roots)
     places = list(reader.stretches(int(window.start_ns[0]), int(window.end_ns[0])))
     if {each.phase for each in reader.passes} != {Phase.FORWARD, Phase.BACKWARD}:
         return None
@@ -125,23 +129,45 @@ def read_step(events: EventTable) -> StepReading | None:
     return StepReading(
         step=int(window.step[0]),
         duration_ns=duration,
-        stretches=_without(_taken(events), places),
+        stretches=_without(_taken(events, waits_for_all=flat_roots is not None), places),
         passes=tuple(reader.passes),
         reduce_order=_reduce_order(events),
     )
 
 
-def _taken(events: EventTable) -> Intervals:
+def _taken(events: EventTable, *, waits_for_all: bool) -> Intervals:
     """Clock time that is not compute: waits for FSDP's collectives, its copies, evaluation."""
     on_clock = np.isin(events.stream, _ON_CLOCK)
     mine = events.unit != NO_UNIT
     spans = on_clock & mine & np.isin(events.kind, [*COPIES, *_WAITS])
     spans |= events.kind == EventKind.BETWEEN_STEPS
     needed = mine & np.isin(events.kind, list(COLLECTIVES)) & (events.need_ns >= 0)
+    others = _waits_for_others(events) if waits_for_all else np.zeros((0, 2), np.int64)
     return Intervals.of(
-        np.concatenate([events.start_ns[spans], events.need_ns[needed]]),
-        np.concatenate([events.end_ns[spans], events.end_ns[needed]]),
+        np.concatenate([events.start_ns[spans], events.need_ns[needed], others[:, 0]]),
+        np.concatenate([events.end_ns[spans], events.end_ns[needed], others[:, 1]]),
     )
+
+
+def _waits_for_others(events: EventTable) -> NDArray[np.int64]:
+    """Begin and end of waits for all-gathers of other units, which no event shows.
+
+    A unit that is unsharded already begins when an all-gather ends: compute waited for it, at
+    the longest since the last boundary of a pass.
+    """
+    passes = np.isin(events.kind, [EventKind.FORWARD, EventKind.BACKWARD])
+    passes &= events.stream == Stream.COMPUTE
+    edges = np.concatenate([events.start_ns[passes], events.end_ns[passes]])
+    entries = events.where(passes & (events.unit != NO_UNIT))
+    gathers = events.where((events.kind == EventKind.ALL_GATHER) & (events.unit != NO_UNIT))
+    found = []
+    for unit, at in zip(entries.unit, entries.start_ns.tolist(), strict=True):
+        ended = np.abs(gathers.end_ns - at) <= _CLOCK_ERROR_NS
+        begins = gathers.start_ns[ended & (gathers.unit != unit)]
+        before = edges[edges < at - _CLOCK_ERROR_NS]
+        if len(begins) and len(before):
+            found.append((max(int(begins.max()), int(before.max())), at))
+    return np.array(found, np.int64).reshape(-1, 2)
 
 
 class _Place(NamedTuple):
@@ -185,8 +211,9 @@ class _Boundary:
 class _Reader:
     """Reads the stretches between the boundaries of a step."""
 
-    def __init__(self, events: EventTable) -> None:
+    def __init__(self, events: EventTable, flat_roots: Set[int] | None) -> None:
         self._events = events
+        self._may_have_root = flat_roots is None or bool(flat_roots)
         self.passes: list[Pass] = []
         # On a device, the host issues collectives while the device is somewhere else.
         is_host = not np.any(events.stream == Stream.COMPUTE)
@@ -225,7 +252,7 @@ class _Reader:
         repeated = (self._events.flags & EventFlag.RECOMPUTE) != 0
         forward = self._rows(EventKind.FORWARD) & ~repeated
         backward = self._rows(EventKind.BACKWARD)
-        has_root = _has_nested(self._boundaries(forward))
+        has_root = self._may_have_root and _has_nested(self._boundaries(forward))
         numbers = np.unique(self._events.microbatch[forward | backward]).tolist()
         for microbatch in numbers:
             of_microbatch = self._events.microbatch == microbatch
@@ -409,10 +436,6 @@ def _nest(inside: list[int], unit: int, *, opens: bool) -> None:
 # entry belongs to the unit that is gathered there; without a gather, to the unit before.
 
 
-_CLOCK_ERROR_NS = 20_000
-"""The largest difference of the host's clock and the device's that is no order of events."""
-
-
 @dataclass(frozen=True, slots=True)
 class HostPace:
     """Host times, means over passes, ns."""
@@ -474,8 +497,8 @@ def _held_by_limiter(events: EventTable) -> Intervals:
     """The host's time between the work before an all-gather and its issue.
 
     Torch also asks its limiter before a backward that gathers nothing. No event shows this time. If
-    the device ends the backward of another unit between a reduction and the next backward, the
-    host is taken to have waited for that end.
+    the device ends the backward of another unit before the next backward is issued, and after the
+    host's last known moment, the host is taken to have waited for that end.
     """
     events = events.where(events.unit != NO_UNIT)
     copies, gathers, scatters, backwards = (
@@ -491,14 +514,17 @@ def _held_by_limiter(events: EventTable) -> Intervals:
     held = list(
         zip(copies.issue_ns[before].tolist(), gathers.issue_ns[after].tolist(), strict=True)
     )
-    issues, entries = gathers.issue_ns, np.sort(backwards.issue_ns)
-    for unit, reduced in zip(scatters.unit, scatters.issue_ns.tolist(), strict=True):
-        ends = backwards.end_ns[backwards.unit != unit]
-        for entered in entries[(at := np.searchsorted(entries, reduced)) : at + 1].tolist():
-            gathers_nothing = not np.any((issues >= reduced) & (issues <= entered))
-            released = ends[(ends > reduced) & (ends <= entered + _CLOCK_ERROR_NS)]
-            if gathers_nothing and len(released):
-                held.append((reduced, min(int(released.max()), entered)))
+    marks = np.concatenate([scatters.issue_ns, backwards.issue_ns])
+    units = np.concatenate([scatters.unit, backwards.unit])
+    for entered in np.unique(backwards.issue_ns).tolist():
+        if not np.any(marks < entered):
+            continue
+        before = int(marks[marks < entered].max())
+        gathers_nothing = not np.any((gathers.issue_ns >= before) & (gathers.issue_ns <= entered))
+        ends = backwards.end_ns[~np.isin(backwards.unit, units[marks == before])]
+        ends = ends[(ends > before) & (ends <= entered + _CLOCK_ERROR_NS)]
+        if gathers_nothing and len(ends):
+            held.append((before, min(int(ends.max()), entered)))
     return Intervals.of([begin for begin, _ in held], [end for _, end in held])
 
 
