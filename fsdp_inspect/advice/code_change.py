@@ -228,7 +228,7 @@ def _change_wrappers(manifest: RunManifest, change: Change) -> CodeChange:
     is_trainer = TRAINER in (*manifest.command, *manifest.code.launch)
     options = _options_of_trainer(change) if is_trainer else {}
     settings = FrameworkSettings("", options) if options else None
-    where = "Change these arguments of your FullyShardedDataParallel call."
+    where = "Change these arguments of FullyShardedDataParallel, or your framework's settings."
     if settings is not None:
         where = "The trainer has options for this change."
     lines = () if settings else wrapper_lines(change.before, change.after)

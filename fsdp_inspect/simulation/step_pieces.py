@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -165,7 +166,8 @@ def _waits_for_others(events: EventTable) -> NDArray[np.int64]:
         ended = np.abs(gathers.end_ns - at) <= _CLOCK_ERROR_NS
         begins = gathers.start_ns[ended & (gathers.unit != unit)]
         before = edges[edges < at - _CLOCK_ERROR_NS]
-        if len(begins) and len(before):
+        has_computed = np.any(np.abs(events.end_ns[passes] - at) <= _CLOCK_ERROR_NS)
+        if len(begins) and len(before) and not has_computed:
             found.append((max(int(begins.max()), int(before.max())), at))
     return np.array(found, np.int64).reshape(-1, 2)
 
@@ -516,15 +518,12 @@ def _held_by_limiter(events: EventTable) -> Intervals:
     )
     marks = np.concatenate([scatters.issue_ns, backwards.issue_ns])
     units = np.concatenate([scatters.unit, backwards.unit])
-    for entered in np.unique(backwards.issue_ns).tolist():
-        if not np.any(marks < entered):
-            continue
-        before = int(marks[marks < entered].max())
-        gathers_nothing = not np.any((gathers.issue_ns >= before) & (gathers.issue_ns <= entered))
-        ends = backwards.end_ns[~np.isin(backwards.unit, units[marks == before])]
-        ends = ends[(ends > before) & (ends <= entered + _CLOCK_ERROR_NS)]
-        if gathers_nothing and len(ends):
-            held.append((before, min(int(ends.max()), entered)))
+    for known, entered in pairwise(np.unique(marks).tolist()):
+        gathers_nothing = not np.any((gathers.issue_ns >= known) & (gathers.issue_ns <= entered))
+        ends = backwards.end_ns[~np.isin(backwards.unit, units[marks == known])]
+        ends = ends[(ends > known) & (ends <= entered + _CLOCK_ERROR_NS)]
+        if gathers_nothing and len(ends) and entered in backwards.issue_ns:
+            held.append((known, min(int(ends.max()), entered)))
     return Intervals.of([begin for begin, _ in held], [end for _, end in held])
 
 
