@@ -10,7 +10,7 @@ import binascii
 import shlex
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from fsdp_inspect.errors import PlanError
@@ -68,6 +68,15 @@ def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
     """
     num_modules = sum(len(unit.modules) for unit in plan.units)
     groups = tuple(f"every:{size}" for size in _GROUP_SIZES if size < num_modules)
+    backward = Knob(
+        "backward_prefetch", "Prefetch in backward", "Units to prefetch in backward.",
+        _up_to(6), True, int,
+    )  # fmt: skip
+    if plan.fsdp1 is not None:
+        groups = ()  # a unit is one module
+        help_ = "When backward gathers the next unit: before or after the current gradients."
+        moments = get_args(BackwardPrefetch)
+        backward = replace(backward, help=help_, options=moments, is_slider=False, read=str)
     return (
         Knob(
             "wrap", "Units", "Blocks that form one unit. split: halves of blocks.",
@@ -84,7 +93,11 @@ def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
             "For all blocks. full: drop activations in forward, and recompute them in backward.",
             get_args(CheckpointingMode), False, str,
         ),
-        *_knobs_of_prefetch(plan),
+        Knob(
+            "forward_prefetch", "Prefetch in forward", "Units to prefetch in forward.",
+            _up_to(6 if plan.fsdp1 is None else 1), True, int,
+        ),
+        backward,
         Knob(
             "param_dtype", "Parameter dtype", "Dtype of all-gathers. Compute stays as recorded.",
             get_args(FloatDtype), False, str,
@@ -93,29 +106,6 @@ def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
             "reduce_dtype", "Reduce dtype", "Dtype of gradient reductions.",
             get_args(FloatDtype), False, str,
         ),
-    )  # fmt: skip
-
-
-def _knobs_of_prefetch(plan: Plan) -> tuple[Knob, ...]:
-    """The knobs of prefetch, which FSDP1 has in another form."""
-    depths = _up_to(6 if plan.fsdp1 is None else 1)
-    forward = Knob(
-        "forward_prefetch",
-        "Prefetch in forward",
-        "Units to prefetch in forward.",
-        depths,
-        True,
-        int,
-    )
-    if plan.fsdp1 is None:
-        return forward, Knob(
-            "backward_prefetch", "Prefetch in backward", "Units to prefetch in backward.",
-            depths, True, int,
-        )  # fmt: skip
-    return forward, Knob(
-        "backward_prefetch", "Prefetch in backward",
-        "When backward gathers the next unit: before or after the gradients of the current one.",
-        get_args(BackwardPrefetch), False, str,
     )  # fmt: skip
 
 

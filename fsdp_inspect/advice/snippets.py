@@ -159,9 +159,8 @@ def _modules(unit: UnitPlan) -> str:
 
 def wrapper_lines(before: Plan, after: Plan) -> list[str]:
     """The code that wraps a model with the changed arguments of a plan of FSDP1."""
-    assert before.fsdp1 is not None
-    assert after.fsdp1 is not None
-    lines, changed = list[str](), dict[str, str]()
+    lines, new, old = list[str](), _arguments(after), _arguments(before)
+    changed = {name: value for name, value in new.items() if value != old[name]}
     if after.checkpointing != before.checkpointing:
         lines += _checkpoint(after)
     if after.unit_names != before.unit_names:
@@ -177,36 +176,12 @@ def wrapper_lines(before: Plan, after: Plan) -> list[str]:
     if after.mesh != before.mesh:
         lines += _mesh_lines(after)
         changed["device_mesh"] = "mesh"
-    dtypes = [
-        f"{name}=torch.{value}"
-        for name in ("param_dtype", "reduce_dtype")
-        if (value := getattr(after.units[0], name))
-    ]
-    for name, value, is_same in (
-        ("sharding_strategy", f"ShardingStrategy.{_strategy(after)}",
-         _strategy(after) == _strategy(before)),
-        ("forward_prefetch", str(bool(after.forward_prefetch)),
-         after.forward_prefetch == before.forward_prefetch),
-        ("backward_prefetch", f"BackwardPrefetch.{after.fsdp1.backward_prefetch}",
-         after.fsdp1.backward_prefetch == before.fsdp1.backward_prefetch),
-        ("limit_all_gathers", str(after.fsdp1.limit_all_gathers),
-         after.fsdp1.limit_all_gathers == before.fsdp1.limit_all_gathers),
-        ("mixed_precision", f"MixedPrecision({', '.join(dtypes)})",
-         _dtypes(after) == _dtypes(before)),
-    ):  # fmt: skip
-        if not is_same:
-            changed[name] = value.replace("BackwardPrefetch.none", "None")
     if changed:
-        used = [
-            name
-            for name in ("BackwardPrefetch", "MixedPrecision", "ShardingStrategy")
-            if any(name in value for value in changed.values())
-        ]
-        classes = ", ".join(sorted(["FullyShardedDataParallel", *used]))
-        lines = [f"from torch.distributed.fsdp import {classes}", *lines]
+        used = {value.partition(".")[0].partition("(")[0] for value in changed.values()}
+        classes = sorted({"FullyShardedDataParallel", *used} & set(_CLASSES))
+        lines = [f"from torch.distributed.fsdp import {', '.join(classes)}", *lines]
         lines += ["model = FullyShardedDataParallel(", "    model,  # and your other arguments"]
-        lines += [f"    {name}={value}," for name, value in changed.items()]
-        lines.append(")")
+        lines += [*(f"    {name}={value}," for name, value in changed.items()), ")"]
     if after.accumulation.sync != before.accumulation.sync:
         lines.append(
             "# run every microbatch but the last in: with model.no_sync()"
@@ -216,8 +191,22 @@ def wrapper_lines(before: Plan, after: Plan) -> list[str]:
     return lines
 
 
-def _dtypes(plan: Plan) -> set[tuple[str | None, str | None]]:
-    return {(unit.param_dtype, unit.reduce_dtype) for unit in plan.units}
+_CLASSES = ("BackwardPrefetch", "FullyShardedDataParallel", "MixedPrecision", "ShardingStrategy")
+
+
+def _arguments(plan: Plan) -> dict[str, str]:
+    """The arguments of the wrapper that a plan decides, without units and mesh."""
+    assert plan.fsdp1 is not None
+    moment, unit = plan.fsdp1.backward_prefetch, plan.units[0]
+    dtypes = {"param_dtype": unit.param_dtype, "reduce_dtype": unit.reduce_dtype}
+    given = ", ".join(f"{name}=torch.{value}" for name, value in dtypes.items() if value)
+    return {
+        "sharding_strategy": f"ShardingStrategy.{_strategy(plan)}",
+        "forward_prefetch": str(bool(plan.forward_prefetch)),
+        "backward_prefetch": "None" if moment == "none" else f"BackwardPrefetch.{moment}",
+        "limit_all_gathers": str(plan.fsdp1.limit_all_gathers),
+        "mixed_precision": f"MixedPrecision({given})",
+    }
 
 
 def _strategy(plan: Plan) -> str:

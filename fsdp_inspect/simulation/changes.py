@@ -82,10 +82,7 @@ def apply_changes(
     fields: dict[str, object] = {}
     if changes.forward_prefetch is not None:
         fields["forward_prefetch"] = changes.forward_prefetch
-    moment = changes.backward_prefetch
-    if moment is not None and not isinstance(moment, str):
-        fields["backward_prefetch"] = moment
-    fields |= _of_fsdp1(plan, moment if isinstance(moment, str) else None, changes)
+    fields |= _prefetch_and_limit(plan, changes)
     if changes.world_size is not None or changes.replicas is not None:
         fields |= resized(plan, changes.world_size, changes.replicas)
     accumulation = {"microbatches": changes.microbatches, "sync": changes.accumulation_sync}
@@ -106,23 +103,24 @@ def apply_changes(
     return plan
 
 
-def _of_fsdp1(plan: Plan, moment: str | None, changes: Changes) -> dict[str, object]:
-    """The changed settings that only FSDP1 has.
+def _prefetch_and_limit(plan: Plan, changes: Changes) -> dict[str, object]:
+    """The changed prefetch in backward, and the limit of all-gathers.
 
     Raises:
-        PlanError: The plan is not of FSDP1.
+        PlanError: A setting of FSDP1 changes a plan of FSDP2.
     """
-    settings = {"backward_prefetch": moment, "limit_all_gathers": changes.limit_all_gathers}
-    changed = {name: value for name, value in settings.items() if value is not None}
-    if not changed:
-        return {}
-    if plan.fsdp1 is None:
-        name, value = next(iter(changed.items()))
+    moment, limit = changes.backward_prefetch, changes.limit_all_gathers
+    fields: dict[str, object] = {"backward_prefetch": moment} if isinstance(moment, int) else {}
+    values = {"backward_prefetch": moment, "limit_all_gathers": limit}
+    changed = {name: value for name, value in values.items() if isinstance(value, str | bool)}
+    if changed and plan.fsdp1 is None:
         raise PlanError(
-            f"Invalid {name}: {value!r}. Only FSDP1 (FullyShardedDataParallel) has this setting, "
-            "and the units of this plan are those of fully_shard. Leave it out."
+            f"The settings {', '.join(changed)} are those of FullyShardedDataParallel (FSDP1). "
+            "Expected a plan of FSDP1, and this one is of fully_shard. Leave them out."
         )
-    return {"fsdp1": {**plan.fsdp1.model_dump(), **changed}}
+    if plan.fsdp1 is not None:
+        fields["fsdp1"] = {**plan.fsdp1.model_dump(), **changed}
+    return fields
 
 
 def checkpoint(

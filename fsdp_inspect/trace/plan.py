@@ -526,53 +526,8 @@ class Plan(PlanRecord):
                     f"reshard_after_forward of unit {unit.name!r} is {reshard}. Expected true, "
                     f"false or a divisor of the {shard} ranks that shard: {_divisors(shard)}"
                 )
-        if self.fsdp1 is not None:
-            self._check_fsdp1()
-
-    def _check_fsdp1(self) -> None:
-        """Check that the plan has only settings of `FullyShardedDataParallel`.
-
-        Raises:
-            ValueError: It has another one.
-        """
-        for unit in self.units:
-            if len(unit.modules) > 1:
-                raise ValueError(
-                    f"The unit {unit.name!r} has {len(unit.modules)} modules. FSDP1 wraps one "
-                    "module for each unit. Expected one"
-                )
-            for name, default in plan_text.defaults_of(UnitPlan).items():
-                if name not in _OF_FSDP1 and getattr(unit, name) != default:
-                    raise ValueError(
-                        f"{name} of unit {unit.name!r} is {getattr(unit, name)!r}, and FSDP1 has "
-                        f"no such setting. Expected {default!r}"
-                    )
-            reshard = unit.reshard_after_forward
-            if reshard is not None and not isinstance(reshard, bool):
-                raise ValueError(
-                    f"reshard_after_forward of unit {unit.name!r} is {reshard}. FSDP1 cannot "
-                    "reshard to a part of the ranks. Expected true or false"
-                )
-            if unit.is_root and reshard:
-                raise ValueError(
-                    "reshard_after_forward of the root is true. FSDP1 keeps the root unsharded "
-                    'until backward. Expected false or "auto"'
-                )
-        if self.forward_prefetch not in (0, 1):
-            raise ValueError(
-                f"forward_prefetch is {self.forward_prefetch!r}. FSDP1 prefetches at most the next "
-                "unit. Expected 0 or 1"
-            )
-        if self.backward_prefetch != 0:
-            raise ValueError(
-                f"backward_prefetch is {self.backward_prefetch!r}. FSDP1 prefetches the previous "
-                "unit or none. Expected 0, and backward_prefetch in [fsdp1]"
-            )
-        if self.accumulation.sync == "all_reduce_last":
-            raise ValueError(
-                'The accumulation has sync = "all_reduce_last". FSDP1 reduces over the replicas '
-                'whenever it reduces. Expected "every" or "last"'
-            )
+        for complaint in _complaints_of_fsdp1(self) if self.fsdp1 is not None else ():
+            raise ValueError(complaint)
 
 
 SETTINGS = tuple(name for name in UnitPlan.model_fields if name != "modules")
@@ -764,6 +719,42 @@ def _check_group(modules: Sequence[str]) -> None:
         raise ValueError(
             f"The unit {quote_all(modules)} mixes patterns with different numbers of stars. "
             "Expected the same number of stars in each pattern"
+        )
+
+
+def _complaints_of_fsdp1(plan: Plan) -> Iterator[str]:
+    """What a plan has that a wrapper of FSDP1 does not have."""
+    for unit in plan.units:
+        of_unit, reshard = f"of unit {unit.name!r} is", unit.reshard_after_forward
+        if len(unit.modules) > 1:
+            yield (
+                f"The unit {unit.name!r} has {len(unit.modules)} modules. FSDP1 wraps one module "
+                "for each unit. Expected one"
+            )
+        for name, default in plan_text.defaults_of(UnitPlan).items():
+            if name not in _OF_FSDP1 and (value := getattr(unit, name)) != default:
+                yield f"{name} {of_unit} {value!r}. FSDP1 has no such setting. Expected {default!r}"
+        if type(reshard) is int:
+            yield (
+                f"reshard_after_forward {of_unit} {reshard}. FSDP1 cannot reshard to a part of the "
+                "ranks. Expected true or false"
+            )
+        if unit.is_root and reshard:
+            yield f'reshard_after_forward {of_unit} true. FSDP1 keeps the root. Expected "auto"'
+    if plan.forward_prefetch not in (0, 1):
+        yield (
+            f"forward_prefetch is {plan.forward_prefetch!r}. FSDP1 prefetches at most the next "
+            "unit. Expected 0 or 1"
+        )
+    if plan.backward_prefetch != 0:
+        yield (
+            f"backward_prefetch is {plan.backward_prefetch!r}. FSDP1 prefetches the previous unit "
+            "or none. Expected 0, and backward_prefetch in [fsdp1]"
+        )
+    if plan.accumulation.sync == "all_reduce_last":
+        yield (
+            'The accumulation has sync = "all_reduce_last". FSDP1 reduces over the replicas '
+            'whenever it reduces. Expected "every" or "last"'
         )
 
 
