@@ -290,6 +290,8 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
     if plan.suggestions:
         yield from section("Apply the plan", _indented(_applied(plan)))
         yield from section("Verify the plan", _indented(plan.verify))
+    if advice.migration is not None:
+        yield from _render_migration(advice.migration)
     yield ""
     yield from (
         dim(line) for line in (*_assumptions(plan), describe_searched_plans(plan), _RULES_COMMAND)

@@ -158,16 +158,19 @@ def _waits_for_others(events: EventTable) -> NDArray[np.int64]:
     """
     passes = np.isin(events.kind, [EventKind.FORWARD, EventKind.BACKWARD])
     passes &= events.stream == Stream.COMPUTE
-    edges = np.concatenate([events.start_ns[passes], events.end_ns[passes]])
+    starts, finishes = events.start_ns[passes], events.end_ns[passes]
+    edges = np.concatenate([starts, finishes])
     entries = events.where(passes & (events.unit != NO_UNIT))
     gathers = events.where((events.kind == EventKind.ALL_GATHER) & (events.unit != NO_UNIT))
     found = []
     for unit, at in zip(entries.unit, entries.start_ns.tolist(), strict=True):
-        ended = np.abs(gathers.end_ns - at) <= _CLOCK_ERROR_NS
-        begins = gathers.start_ns[ended & (gathers.unit != unit)]
+        is_own, ends = gathers.unit == unit, gathers.end_ns
+        begins = gathers.start_ns[~is_own & (np.abs(ends - at) <= _CLOCK_ERROR_NS)]
         before = edges[edges < at - _CLOCK_ERROR_NS]
-        has_computed = np.any(np.abs(events.end_ns[passes] - at) <= _CLOCK_ERROR_NS)
-        if len(begins) and len(before) and not has_computed:
+        if not len(begins) or not len(before):
+            continue
+        has_waited = np.any(is_own & (ends > before.max()) & (ends <= at + _CLOCK_ERROR_NS))
+        if not has_waited and not np.any(np.abs(finishes - at) <= _CLOCK_ERROR_NS):
             found.append((max(int(begins.max()), int(before.max())), at))
     return np.array(found, np.int64).reshape(-1, 2)
 
