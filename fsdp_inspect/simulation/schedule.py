@@ -316,7 +316,7 @@ class Schedule:
             self._reshard_after_forward(unit, state)
         order = state.context.forward_order
         state.forwards.append(len(order))
-        if not state.position:
+        if not state.position:  # torch, too, takes the place 0 for none
             state.position = len(order)
         state.needs_backward |= self._keeps_graph
         order.append(unit)

@@ -466,7 +466,7 @@ def measure_host_pace(events: EventTable, *, is_limited: bool = False) -> HostPa
     """
     repeated = (events.flags & EventFlag.RECOMPUTE) != 0
     events = events.where((events.phase != Phase.EVALUATION) & ~repeated)
-    held = _held_by_limiter(events) if is_limited else Intervals.of([], [])
+    held = _held_by_limiter(events) if is_limited else None
     forward, backward, gather = (defaultdict[int, list[int]](list) for _ in range(3))
     for _, in_step in positions_by_value(events.step):
         of_step = events.where(in_step)
@@ -482,7 +482,8 @@ def measure_host_pace(events: EventTable, *, is_limited: bool = False) -> HostPa
                 (gather, [(unit, reduced, entered) for reduced, unit, entered in gathers]),
             ):
                 for unit, begin, end in spans:
-                    found[unit].append(end - begin - int(held.covered_ns([begin], [end])[0]))
+                    waited = 0 if held is None else int(held.covered_ns([begin], [end])[0])
+                    found[unit].append(end - begin - waited)
     begins = (events.kind == EventKind.FORWARD) & (events.unit == NO_UNIT)
     begins &= (events.microbatch == 0) & (events.phase == Phase.FORWARD)
     ahead = (events.start_ns - events.issue_ns)[begins]
