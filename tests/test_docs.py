@@ -49,7 +49,7 @@ EXAMPLES = {
 }
 """The runs that the guides name, and the samples that stand for them."""
 ELSEWHERE = re.compile(
-    r"s3://|--dask|traces|dumps|forecasts|parts/|my_project|--grid|--baseline-runs|numerics"
+    r"s3://|--dask|traces|dumps|forecasts|parts/|my_project|--grid|--baseline-runs|numerics|fsdp1"
     r"|inspect (app|demo|record|equivalence|tune|plan|verify|store metrics)"
 )
 """Commands that need a store, a cluster, files of a training or minutes, or that serve."""

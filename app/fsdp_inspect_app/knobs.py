@@ -10,7 +10,7 @@ import binascii
 import shlex
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 from typing import Any, get_args
 
@@ -26,7 +26,7 @@ from fsdp_inspect.result_types import (
 from fsdp_inspect.simulation.buckets import BucketChanges, BucketSettings
 from fsdp_inspect.simulation.changes import CheckpointingMode
 from fsdp_inspect.simulation.scenario import mesh_of
-from fsdp_inspect.trace.plan import AccumulationSync, FloatDtype
+from fsdp_inspect.trace.plan import AccumulationSync, BackwardPrefetch, FloatDtype
 
 AS_RECORDED = "as recorded"
 PLAN_FILE, PREDICTION_FILE = "plan.toml", "plan.prediction.json"
@@ -72,6 +72,15 @@ def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
     """
     num_modules = sum(len(unit.modules) for unit in plan.units)
     groups = tuple(f"every:{size}" for size in _GROUP_SIZES if size < num_modules)
+    backward = Knob(
+        "backward_prefetch", "Prefetch in backward", "Units to prefetch in backward.",
+        _up_to(6), True, int,
+    )  # fmt: skip
+    if plan.fsdp1 is not None:
+        groups = ()  # a unit is one module
+        help_ = "When backward gathers the next unit: before or after the current gradients."
+        moments = get_args(BackwardPrefetch)
+        backward = replace(backward, help=help_, options=moments, is_slider=False, read=str)
     return (
         Knob(
             "wrap", "Units", "Blocks that form one unit. split: halves of blocks.",
@@ -90,12 +99,9 @@ def knobs_of_units(plan: Plan) -> tuple[Knob, ...]:
         ),
         Knob(
             "forward_prefetch", "Prefetch in forward", "Units to prefetch in forward.",
-            _up_to(6), True, int,
+            _up_to(6 if plan.fsdp1 is None else 1), True, int,
         ),
-        Knob(
-            "backward_prefetch", "Prefetch in backward", "Units to prefetch in backward.",
-            _up_to(6), True, int,
-        ),
+        backward,
         Knob(
             "param_dtype", "Parameter dtype", "Dtype of all-gathers. Compute stays as recorded.",
             get_args(FloatDtype), False, str,
@@ -282,7 +288,9 @@ def recorded_values(plan: Plan, manifest: RunManifest) -> dict[str, str]:
         "reshard_after_forward": _one_of([unit.reshard_after_forward for unit in inner]),
         "checkpointing": _checkpointing(plan.checkpointing),
         "forward_prefetch": _depth(plan.forward_prefetch),
-        "backward_prefetch": _depth(plan.backward_prefetch),
+        "backward_prefetch": plan.fsdp1.backward_prefetch
+        if plan.fsdp1
+        else _depth(plan.backward_prefetch),
         "param_dtype": _one_of([unit.param_dtype for unit in manifest.units]),
         "reduce_dtype": _one_of([unit.reduce_dtype for unit in manifest.units]),
         "reduce_scatter_buffers": _one_of(

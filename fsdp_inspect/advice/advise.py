@@ -247,7 +247,7 @@ def _advise_plan(
             *_limits_of_search(scorer, request, fits=found.fits),
         ),
         caveats=scorer.trust.prediction_caveats,
-        snippet=how_to_apply(request.plan_file),
+        snippet="" if scorer.space.plan.fsdp1 else how_to_apply(request.plan_file),
         change=change,
         verify=how_to_verify(request, change.launch),
     )
@@ -284,7 +284,7 @@ def _smallest(
 def _point(scorer: PlanScorer, choice: Choice) -> ParetoPoint:
     score = scorer.score(choice)
     return ParetoPoint(
-        what=say_changes(choice),
+        what=say_changes(choice, is_fsdp1=scorer.space.plan.fsdp1 is not None),
         step_ns=score.step_ns,
         peak_bytes=score.peak_bytes,
         is_recorded=choice == AS_RECORDED,
@@ -299,10 +299,12 @@ def _notes(scorer: PlanScorer, limit: int | None) -> list[str]:
             "All plans, also the recorded one, are simulated on the requested network. The trace "
             "shows the recorded network."
         )
+    may_wait_later = scorer.space.plan.fsdp1 is None
     if scorer.work.execution is Execution.BLOCKING_HOST:
         notes.append(
-            "Collectives of this backend block the main thread, so prefetch cannot help unless "
-            "units gather asynchronously (unshard_async_op). Fewer or smaller collectives help."
+            "Collectives of this backend block the main thread, so prefetch cannot help"
+            + (" unless units gather asynchronously (unshard_async_op)" if may_wait_later else "")
+            + ". Fewer or smaller collectives help."
         )
     if scorer.recorded.peak_bytes is None and scorer.work.memory_refusal is not None:
         notes.append(f"{scorer.work.memory_refusal} So no limit is applied.")
@@ -335,8 +337,9 @@ def _maybe_faster(scorer: PlanScorer, search: Search, target: Choice) -> Iterato
     if saved < WORTH_RATIO * scorer.recorded.step_ns:
         return
     low, high = (format_ns(ns) for ns in scorer.range_ns(best))
+    what = say_changes(best, is_fsdp1=scorer.space.plan.fsdp1 is not None)
     yield (
-        f"Perhaps faster: {say_changes(best)}. The step takes {low} to {high}, depending on the "
+        f"Perhaps faster: {what}. The step takes {low} to {high}, depending on the "
         "latency, which the run does not show. Measure it with `python -m fsdp_inspect.probe`, "
         "or run the plan."
     )

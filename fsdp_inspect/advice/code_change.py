@@ -21,7 +21,8 @@ from fsdp_inspect.advice.call_edits import (
     replace_calls,
     write_diff,
 )
-from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
+from fsdp_inspect.advice.snippets import wrapper_lines
+from fsdp_inspect.trace.plan import DECIDED_BY_PLAN, Plan
 from fsdp_inspect.trace.run import RunManifest, ShardingCall, UserStatement
 
 # --- Express a plan in the settings of a framework: Accelerate, Transformers and torchtitan.
@@ -207,6 +208,8 @@ def write_code_change(manifest: RunManifest, change: Change) -> CodeChange:
     code = manifest.code
     has_placement = any("shard_placement_fn" in call.keywords for call in code.calls)
     change = replace(change, names_placement=has_placement)
+    if change.after.fsdp1 is not None:
+        return _change_wrappers(manifest, change)
     if TRAINER in (*manifest.command, *code.launch):
         return _finish(manifest, change, "The trainer applies the plan of its option --plan.")
     if not code.calls:
@@ -218,6 +221,40 @@ def write_code_change(manifest: RunManifest, change: Change) -> CodeChange:
     if any(call.package for call in code.calls):
         return _change_framework(manifest, change)
     return _change_own_calls(manifest, change)
+
+
+def _change_wrappers(manifest: RunManifest, change: Change) -> CodeChange:
+    """FSDP1: the arguments of the wrapper, or the options of the trainer of this project."""
+    is_trainer = TRAINER in (*manifest.command, *manifest.code.launch)
+    options = _options_of_trainer(change) if is_trainer else {}
+    settings = FrameworkSettings("", options) if options else None
+    where = "Change these arguments of FullyShardedDataParallel, or your framework's settings."
+    if settings is not None:
+        where = "The trainer has options for this change."
+    lines = () if settings else wrapper_lines(change.before, change.after)
+    return _finish(manifest, change, where, settings=settings, lines=lines, needs_plan_file=False)
+
+
+def _options_of_trainer(change: Change) -> dict[str, str]:
+    """The options of the trainer that make a change of FSDP1; empty: some parts have none."""
+    before, after = change.before, change.after
+    others = ("mesh", "checkpointing", "fsdp1", "unit_names")
+    if any(getattr(before, name) != getattr(after, name) for name in others):
+        return {}
+    old, new = _trainer_options(before), _trainer_options(after)
+    return {name: value for name, value in new.items() if value != old[name]}
+
+
+def _trainer_options(plan: Plan) -> dict[str, str]:
+    unit = (plan.inner_units or plan.units)[0]
+    param_dtype = unit.param_dtype or "float32"
+    return {
+        "--reshard-after-forward": str(unit.reshard_after_forward is not False).lower(),
+        "--forward-prefetch": str(plan.forward_prefetch),
+        "--accumulation-sync": plan.accumulation.sync,
+        "--param-dtype": param_dtype,
+        "--reduce-dtype": unit.reduce_dtype or param_dtype,
+    }
 
 
 def _change_own_calls(manifest: RunManifest, change: Change) -> CodeChange:
@@ -485,7 +522,10 @@ def write_launch_line(
     words, start = (code.launch, code.launched_at) if code.launch else (manifest.command, 0)
     head, own = list(words[:start]), list(words[start:])
     comments = [] if code.launched_at else _say_unknown_start(manifest)
-    if TRAINER in own:
+    if TRAINER in own and not reads_plan:
+        at = own.index(TRAINER) + 1
+        own = [*own[:at], *_renamed(_with_options(own[at:], options or {}))]
+    elif TRAINER in own:
         at = own.index(TRAINER) + 1
         arguments = _renamed(without_options(own[at:], _DECIDED))
         own = [*own[:at], *arguments, "--plan", plan_file]

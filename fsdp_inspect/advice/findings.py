@@ -25,7 +25,7 @@ from fsdp_inspect.analysis.verdict.facts import HOST_RATIO, INPUT_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
-from fsdp_inspect.trace.sharders import DDP, DEEPSPEED, FSDP1, SIMPLE_FSDP
+from fsdp_inspect.trace.sharders import DDP, DEEPSPEED, FSDP1, SIMPLE_FSDP, traits_of
 
 _RULES = {
     Limit.STRAGGLER: "R32",
@@ -313,8 +313,9 @@ def in_words_of(sharder: str, findings: Iterable[Finding]) -> Iterator[Finding]:
             continue
         remedy = remedies[finding.rule]
         if remedy is not None:
-            # No plan is simulated, so no plan contains the change.
-            effect = replace(finding.effect, predicted_by="")
+            # Without simulated plans, no plan contains the change.
+            is_simulated = traits_of(sharder).is_simulated
+            effect = finding.effect if is_simulated else replace(finding.effect, predicted_by="")
             yield replace(finding, do=remedy.steps, snippet=remedy.snippet, effect=effect)
 
 

@@ -108,7 +108,8 @@ class PlanScorer:
 
         The reasons for leaving out the others are kept in `refusals`.
         """
-        unknown = [choice for choice in dict.fromkeys(choices) if choice not in self.scores]
+        choices = [choice for choice in dict.fromkeys(choices) if self.space.allows(choice)]
+        unknown = [choice for choice in choices if choice not in self.scores]
         refused: dict[Choice, str] = {}
         plans: dict[Choice, Plan] = {}
         for choice in unknown:

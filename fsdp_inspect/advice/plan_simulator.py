@@ -258,8 +258,10 @@ def workload_key(plan: Plan) -> Hashable:
         )
         for unit in plan.units
     )
-    around = (str(plan.accumulation), str(plan.checkpointing))
-    return units, tuple(plan.mesh.items()), plan.world_size, around
+    around = [str(plan.accumulation), str(plan.checkpointing), str(plan.fsdp1)]
+    if plan.fsdp1 is not None:
+        around.append(str(plan.forward_prefetch))  # it moves the ends of backwards
+    return units, tuple(plan.mesh.items()), plan.world_size, tuple(around)
 
 
 @dataclass(frozen=True, slots=True)

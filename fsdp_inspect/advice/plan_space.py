@@ -24,7 +24,13 @@ from fsdp_inspect.simulation.changes import (
 )
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
 from fsdp_inspect.statistics import median
-from fsdp_inspect.trace.plan import FloatDtype, Plan, UnitPlan, owned_parameters
+from fsdp_inspect.trace.plan import (
+    BackwardPrefetch,
+    FloatDtype,
+    Plan,
+    UnitPlan,
+    owned_parameters,
+)
 from fsdp_inspect.trace.run import Unit
 
 ROOT_PARTS = "make units of large modules of the root"
@@ -49,6 +55,8 @@ class Choice:
     """Whether the root stays unsharded after forward."""
     forward_prefetch: int | None = None
     backward_prefetch: int | None = None
+    prefetch_moment: BackwardPrefetch | None = None
+    """FSDP1: when backward gathers the next unit."""
     reduce_buffers: int | None = None
     separate_reduce_group: bool | None = None
     async_gathers: bool | None = None
@@ -82,6 +90,20 @@ class Choice:
 
 
 _SETTINGS = tuple(each.name for each in fields(Choice))
+_OF_FSDP1 = frozenset(
+    {
+        "grouping",
+        "reshard",
+        "forward_prefetch",
+        "prefetch_moment",
+        "replicas",
+        "accumulation_sync",
+        "checkpointing",
+        "param_dtype",
+        "reduce_dtype",
+    }
+)
+"""The settings that FSDP1 has, too."""
 
 
 def _say_merged(*names: str) -> str:
@@ -115,6 +137,13 @@ class Space:
     """The plans of choices without a prefetch, which other choices share."""
     _phrases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The phrases of a grouping with merged units."""
+
+    def allows(self, choice: Choice) -> bool:
+        """Whether the sharder of the run has the settings of a choice."""
+        if self.plan.fsdp1 is None:
+            return choice.prefetch_moment is None
+        is_flag = choice.reshard is None or isinstance(choice.reshard, bool)
+        return is_flag and _OF_FSDP1.issuperset(choice.changed) and choice.effort[1] < 2
 
     def can_prefetch(self, choice: Choice) -> bool:
         """Whether gathers can run in parallel with compute under a choice."""
@@ -168,12 +197,15 @@ class Space:
             reshards |= dict.fromkeys(plan.fsdp_roots, not choice.keep_root)
         units = [_changed(unit, choice, reshards.get(unit.name)) for unit in plan.units]
         if choice.embedding_in_backward is not None:
-            update = {"unshard_in_backward": choice.embedding_in_backward}
+            kept = {"unshard_in_backward": choice.embedding_in_backward}
             units = [
-                unit.model_copy(update=update) if unit.name in self.embeddings else unit
+                unit.model_copy(update=kept) if unit.name in self.embeddings else unit
                 for unit in units
             ]
         values: dict[str, object] = {"units": tuple(units)}
+        if choice.prefetch_moment is not None and plan.fsdp1 is not None:
+            update = {"backward_prefetch": choice.prefetch_moment}
+            values["fsdp1"] = plan.fsdp1.model_copy(update=update)
         if choice.replicas is not None:
             values |= resized(plan, None, choice.replicas)
         if choice.checkpointing is not None:
@@ -282,6 +314,8 @@ def _groupings(
     yield from _regrouped(plan)
     yield from _unwrapped(plan, parameters)
     yield from _root_parts(work, plan, parameters)
+    if plan.fsdp1 is not None:
+        return  # a part would be two modules: a matrix and the norm that feeds it
     sizes = {unit.fqn: unit.num_parameters for unit in work.units}
     typical = median(list(sizes.values())) or 0
     large = [name for name, size in sizes.items() if size > OVERSIZED_RATIO * typical]
@@ -358,7 +392,7 @@ def _root_parts(
         if numel >= least and module not in own:
             large.append((*norms, module))
             norms = []
-        elif module not in own:  # a norm joins the module that it feeds
+        elif module not in own and plan.fsdp1 is None:  # a norm joins the module that it feeds
             norms.append(module)
     if not large:
         return

@@ -152,6 +152,10 @@ class Search:
         for choice in self._overlapping():
             for forward, backward in product(depths, depths):
                 yield replace(choice, forward_prefetch=forward, backward_prefetch=backward)
+        settings = self._scorer.space.plan.fsdp1
+        if settings is not None and settings.backward_prefetch != "BACKWARD_PRE":
+            for choice in self._overlapping():
+                yield replace(choice, prefetch_moment="BACKWARD_PRE")
 
     def _queues(self) -> Iterator[Choice]:
         if self._scorer.space.holds_host:
@@ -250,6 +254,8 @@ class Search:
 
     def _tails(self) -> Iterator[Choice]:
         """Keep some of the last units unsharded: as many as fit, and a few counts for the front."""
+        if self._scorer.space.plan.fsdp1 is not None:
+            return  # one strategy for all units
         for choice in self._beam():
             plan = self._scorer.space.plan_of(choice)
             units = len(plan.inner_units)

@@ -29,6 +29,8 @@ def write_snippet(
         after: The resolved plan with the change.
         without: Names of units without parameters, which prefetch skips.
     """
+    if after.fsdp1 is not None:
+        return "\n".join(wrapper_lines(before, after))
     lines: list[str] = []
     for name in choice.changed:
         if name in ("forward_prefetch", "backward_prefetch"):
@@ -48,13 +50,17 @@ def _lines(name: str, choice: Choice, before: Plan, after: Plan) -> Iterator[str
     elif name == "checkpointing":
         yield from _checkpoint(after)
     elif name == "replicas":
-        sizes, names = tuple(after.mesh.values()), tuple(after.mesh)
-        yield f"mesh = init_device_mesh(device_type, {sizes}, mesh_dim_names={names})"
+        yield from _mesh_lines(after)
     elif name == "embedding_in_backward":
         for unit in _changed_units(before, after):
             yield f"{_module(unit)}.set_unshard_in_backward({value})"
     elif name in _OF_ALL:
         yield _OF_ALL[name](value)
+
+
+def _mesh_lines(after: Plan) -> list[str]:
+    sizes, names = tuple(after.mesh.values()), tuple(after.mesh)
+    return [f"mesh = init_device_mesh(device_type, {sizes}, mesh_dim_names={names})"]
 
 
 _OF_ALL: Mapping[str, Callable[[Any], str]] = {
@@ -146,6 +152,68 @@ def _modules(unit: UnitPlan) -> str:
     if len(unit.modules) == 1:
         return _module(unit)
     return f"[model.get_submodule(name) for name in {list_names(unit.modules)}]"
+
+
+# --- Write the call of `FullyShardedDataParallel` (FSDP1).
+
+
+def wrapper_lines(before: Plan, after: Plan) -> list[str]:
+    """The code that wraps a model with the changed arguments of a plan of FSDP1."""
+    lines, new, old = list[str](), _arguments(after), _arguments(before)
+    changed = {name: value for name, value in new.items() if value != old[name]}
+    if after.checkpointing != before.checkpointing:
+        lines += _checkpoint(after)
+    if after.unit_names != before.unit_names:
+        names = [unit.modules[0] for unit in after.units if not unit.is_root]
+        if names:
+            lines += [
+                "from torch.distributed.fsdp.wrap import CustomPolicy",
+                f"names = {list_names(names)}",
+                "wrapped = {id(model.get_submodule(name)) for name in names}",
+            ]
+        policy = "CustomPolicy(lambda module: id(module) in wrapped)" if names else "None"
+        changed["auto_wrap_policy"] = policy
+    if after.mesh != before.mesh:
+        lines += _mesh_lines(after)
+        changed["device_mesh"] = "mesh"
+    if changed:
+        used = {value.partition(".")[0].partition("(")[0] for value in changed.values()}
+        classes = sorted({"FullyShardedDataParallel", *used} & set(_CLASSES))
+        lines = [f"from torch.distributed.fsdp import {', '.join(classes)}", *lines]
+        lines += ["model = FullyShardedDataParallel(", "    model,  # and your other arguments"]
+        lines += [*(f"    {name}={value}," for name, value in changed.items()), ")"]
+    if after.accumulation.sync != before.accumulation.sync:
+        lines.append(
+            "# run every microbatch but the last in: with model.no_sync()"
+            if after.accumulation.sync == "last"
+            else "# run no microbatch in model.no_sync()"
+        )
+    return lines
+
+
+_CLASSES = ("BackwardPrefetch", "FullyShardedDataParallel", "MixedPrecision", "ShardingStrategy")
+
+
+def _arguments(plan: Plan) -> dict[str, str]:
+    """The arguments of the wrapper that a plan decides, without units and mesh."""
+    assert plan.fsdp1 is not None
+    moment, unit = plan.fsdp1.backward_prefetch, plan.units[0]
+    dtypes = {"param_dtype": unit.param_dtype, "reduce_dtype": unit.reduce_dtype}
+    given = ", ".join(f"{name}=torch.{value}" for name, value in dtypes.items() if value)
+    return {
+        "sharding_strategy": f"ShardingStrategy.{_strategy(plan)}",
+        "forward_prefetch": str(bool(plan.forward_prefetch)),
+        "backward_prefetch": "None" if moment == "none" else f"BackwardPrefetch.{moment}",
+        "limit_all_gathers": str(plan.fsdp1.limit_all_gathers),
+        "mixed_precision": f"MixedPrecision({given})",
+    }
+
+
+def _strategy(plan: Plan) -> str:
+    is_kept = all(unit.reshard_after_forward is False for unit in plan.inner_units or plan.units)
+    if plan.mesh.get("replicate", 1) > 1:
+        return "_HYBRID_SHARD_ZERO2" if is_kept else "HYBRID_SHARD"
+    return "SHARD_GRAD_OP" if is_kept else "FULL_SHARD"
 
 
 def list_names(names: Sequence[str]) -> str:

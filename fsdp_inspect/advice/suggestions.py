@@ -30,6 +30,7 @@ _AGAINST: Mapping[str, tuple[tuple[str, str], ...]] = {
     "keep_root": (_GATHERS_AGAIN,),
     "embedding_in_backward": (_GATHERS_AGAIN,),
     "backward_prefetch": (_GATHERS_AGAIN,),
+    "prefetch_moment": (_GATHERS_AGAIN,),
     "forward_prefetch": (_GATHERS,),
     "keep_between_microbatches": (_GATHERS,),
     "async_gathers": (_GATHERS, _GATHERS_AGAIN),
@@ -138,6 +139,7 @@ class Narrator:
         self._scorer = scorer
         self._evidence = evidence
         self._plan_file = plan_file
+        self._is_fsdp1 = scorer.space.plan.fsdp1 is not None
 
     def suggestion(self, increment: Increment) -> Suggestion:
         """One change on the way to a plan."""
@@ -151,7 +153,7 @@ class Narrator:
         saved_by = subtract_parts(*parts)
         return Suggestion(
             rules=tuple(dict.fromkeys(rule_of(choice, name, rules) for name in increment.names)),
-            what=say_changes(choice),
+            what=say_changes(choice, is_fsdp1=self._is_fsdp1),
             units=self._units(increment),
             evidence=(*_account(saved_by), *self._why(choice)),
             rows=self._rows(choice),
@@ -198,7 +200,7 @@ class Narrator:
         margin = self._memory_margin(score.peak_bytes)
         saved_low, saved_high = self._saved_range(AS_RECORDED, choice)
         return Proposal(
-            what=say_changes(choice),
+            what=say_changes(choice, is_fsdp1=self._is_fsdp1),
             changes=choice.changed,
             step_ns=score.step_ns,
             step_low_ns=round(low * (1 - error)),
@@ -296,7 +298,9 @@ class Narrator:
     def _causes(self, choice: Choice) -> Iterator[str]:
         """The causes of waits that a change reduces."""
         wanted = {
-            Cause.LATE_ISSUE: choice.forward_prefetch or choice.backward_prefetch,
+            Cause.LATE_ISSUE: choice.forward_prefetch
+            or choice.backward_prefetch
+            or choice.prefetch_moment,
             Cause.SERIALIZED: choice.separate_reduce_group,
             Cause.BANDWIDTH: choice.param_dtype or choice.reduce_dtype or choice.replicas,
         }
@@ -358,10 +362,15 @@ class Narrator:
         elif added > 0:
             yield f"The peak rises by {format_bytes(added)}."
         if choice.accumulation_sync is not None:
+            how = (
+                " (no_sync)."
+                if self._is_fsdp1
+                else ". A plan file changes this only if the loop reads the plan "
+                "(set_requires_gradient_sync)."
+            )
             yield (
-                "The training loop decides when gradients are reduced. A plan file changes this "
-                "only if the loop reads the plan (set_requires_gradient_sync). Between the "
-                "backwards of a step, the loop must not read the gradients (clipping, norms)."
+                f"The training loop decides when gradients are reduced{how} Between the backwards "
+                "of a step, the loop must not read the gradients (clipping, norms)."
             )
         if choice.grouping is not None and choice.grouping.startswith(ROOT_PARTS):
             yield (
@@ -435,6 +444,7 @@ def rule_of(choice: Choice, name: str, rules: Mapping[str, str]) -> str:
         "num_kept": "R6",
         "keep_root": "R8",
         "backward_prefetch": "R11",
+        "prefetch_moment": "R11",
         "reduce_buffers": "R10",
         "separate_reduce_group": "R25",
         "async_gathers": "R22",
@@ -448,15 +458,11 @@ def rule_of(choice: Choice, name: str, rules: Mapping[str, str]) -> str:
     }[name]
 
 
-def say_changes(choice: Choice) -> str:
-    """Describe the changes of a choice."""
-    return capitalize(", ".join(_words(choice))) or "Change nothing"
-
-
-def _words(choice: Choice) -> Iterator[str]:
-    """The words of each change."""
-    values = {name: getattr(choice, name) for name in choice.changed}
-    yield from (_WORDS[name](value) for name, value in values.items())
+def say_changes(choice: Choice, *, is_fsdp1: bool = False) -> str:
+    """Describe the changes of a choice, in the settings of the run's sharder."""
+    words = {**_WORDS, **_WORDS_OF_FSDP1} if is_fsdp1 else _WORDS
+    said = (words[name](getattr(choice, name)) for name in choice.changed)
+    return capitalize(", ".join(said)) or "Change nothing"
 
 
 _WORDS: Mapping[str, Callable[[Any], str]] = {
@@ -475,6 +481,10 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
     ),
     "forward_prefetch": lambda value: f"prefetch {plural(value, 'unit')} ahead in forward",
     "backward_prefetch": lambda value: f"prefetch {plural(value, 'unit')} ahead in backward",
+    "prefetch_moment": lambda value: (
+        "gather the next unit of backward before the gradients of the current one "
+        f"(BackwardPrefetch.{value})"
+    ),
     "reduce_buffers": lambda value: f"allow {value} reduce-scatter inputs at once",
     "separate_reduce_group": lambda value: (
         f"use {'a separate' if value else 'no separate'} communicator for reduce-scatter"
@@ -496,6 +506,18 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {
     ),
     "param_dtype": lambda value: f"gather in {value}",
     "reduce_dtype": lambda value: f"reduce gradients in {value}",
+}
+
+
+_WORDS_OF_FSDP1: Mapping[str, Callable[[Any], str]] = {
+    "reshard": lambda value: (
+        f"{'free parameters' if value else 'keep parameters unsharded'} after forward "
+        f"(ShardingStrategy.{'FULL_SHARD' if value else 'SHARD_GRAD_OP'})"
+    ),
+    "forward_prefetch": lambda value: (
+        f"{'prefetch one unit ahead' if value else 'do not prefetch'} in forward "
+        f"(forward_prefetch={bool(value)})"
+    ),
 }
 
 

@@ -102,8 +102,8 @@ def advise(  # noqa: PLR0913 - one argument an option
     With `--dask`, workers simulate several plans at once.
 
     For a run of FSDP1 (FullyShardedDataParallel), `--details` shows what a move to FSDP2 changes:
-    settings without a counterpart, all-gathers, memory. `--write` writes the plan for FSDP2. It has
-    the same units, strategy and dtypes.
+    settings without a counterpart, all-gathers, memory. `--write plan.toml` also writes the plan
+    for FSDP2, plan.fsdp2.toml. It has the same units, strategy and dtypes.
 
     Example: `fsdp-inspect advise runs/demo --memory-limit 80GiB --write plan.toml`
     """
@@ -129,8 +129,14 @@ def advise(  # noqa: PLR0913 - one argument an option
             "example --write plan.toml.",
             param_hint="--take",
         )
-    for file in (write, write and prediction_file_of(write), write and patch_file_of(write)):
-        require_new_file("--write", file)
+    if write is not None:
+        for file in (
+            write,
+            prediction_file_of(write),
+            patch_file_of(write),
+            migration_file_of(write),
+        ):
+            require_new_file("--write", file)
     with open_tasks(dask) as tasks, show_progress() as on_progress:
         source = open_stored_argument(run, show_bars(tasks))
         advice = advise_run(source, request, on_progress=on_progress, tasks=tasks)
@@ -156,10 +162,12 @@ def _write(
     from fsdp_inspect.advice.prediction_creation import predict_advised
     from fsdp_inspect.simulation.predictions.ledger import prediction_file_of, write_prediction
 
-    if advice.plan is None and advice.migration is not None:
-        advice.migration.plan.dump(path)
-        print(f"Wrote the plan for FSDP2: {path}. Apply it with apply_plan.", file=sys.stderr)
-        return
+    if advice.migration is not None:
+        other = path if advice.plan is None else migration_file_of(path)
+        advice.migration.plan.dump(other)
+        print(f"Wrote the plan for FSDP2: {other}. Apply it with apply_plan.", file=sys.stderr)
+        if advice.plan is None:
+            return
     if advice.plan is None:
         raise typer.BadParameter(
             f"No plan to write: this run cannot be simulated. {advice.refusal}",
@@ -187,6 +195,11 @@ def _write(
 def patch_file_of(plan: Path) -> Path:
     """The file of the diff next to a plan file: `plan.patch`."""
     return plan.with_suffix(".patch")
+
+
+def migration_file_of(plan: Path) -> Path:
+    """The plan for FSDP2 next to the plan of FSDP1: `plan.fsdp2.toml`."""
+    return plan.with_suffix(".fsdp2.toml")
 
 
 def _earlier(run: "StoredRun", advice: "Advice") -> "TrackRecord":

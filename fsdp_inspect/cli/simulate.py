@@ -69,6 +69,12 @@ def _parse_dtype(text: str) -> str:
     return _choose(text, get_args(FloatDtype))
 
 
+def _parse_backward_prefetch(text: str) -> int | str:
+    from fsdp_inspect.trace.plan import BackwardPrefetch
+
+    return whole_number(0)(text) if text.isdecimal() else _choose(text, get_args(BackwardPrefetch))
+
+
 def _parse_checkpointing(text: str) -> str:
     from fsdp_inspect.simulation.changes import CheckpointingMode
 
@@ -100,8 +106,20 @@ def simulate(  # noqa: PLR0913 - one argument an option
         typer.Option(help="Units to prefetch in forward.", parser=whole_number(0), metavar="N"),
     ] = None,
     backward_prefetch: Annotated[
-        int | None,
-        typer.Option(help="Units to prefetch in backward.", parser=whole_number(0), metavar="N"),
+        Any,
+        typer.Option(
+            help="Units to prefetch in backward. FSDP1: BACKWARD_PRE, BACKWARD_POST or none.",
+            parser=_parse_backward_prefetch,
+            metavar="N",
+        ),
+    ] = None,
+    limit_all_gathers: Annotated[
+        bool | None,
+        typer.Option(
+            "--limit-all-gathers/--no-limit-all-gathers",
+            help="FSDP1: whether the host waits until at most two all-gathers are in flight.",
+            show_default=False,
+        ),
     ] = None,
     reshard_after_forward: Annotated[
         Any,
@@ -245,6 +263,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
         "wrap": wrap,
         "forward_prefetch": forward_prefetch,
         "backward_prefetch": backward_prefetch,
+        "limit_all_gathers": limit_all_gathers,
         "reshard_after_forward": reshard_after_forward,
         "param_dtype": param_dtype,
         "reduce_dtype": reduce_dtype,

@@ -376,6 +376,11 @@ def _of_the_whole(asked: Plan, ran: Plan) -> Iterator[PlanDifference]:
         wanted, got = getattr(asked, name), getattr(ran, name)
         if wanted and wanted != got:
             yield PlanDifference(name, "", _plain(wanted), _plain(got))
+    flat = {} if asked.fsdp1 is None else asked.fsdp1.model_dump()
+    other = {} if ran.fsdp1 is None else ran.fsdp1.model_dump()
+    for name in {**flat, **other}:
+        if flat.get(name) != other.get(name):
+            yield PlanDifference(name, "", flat.get(name), other.get(name))
 
 
 def _plain(value: Any) -> Any:

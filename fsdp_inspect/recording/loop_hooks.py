@@ -58,7 +58,7 @@ class LoopHooks:
         self._on_optimizer_step = on_optimizer_step
         self._outer = outer
         self._units = units
-        self._gradients: list[tuple[int, int, int]] = []
+        self._gradients: set[tuple[int, int, int]] = set()
         """The storage and the versions of each gradient after the last backward."""
         self._backward_depth = 0
         self._optimizer_start: Any = None
@@ -132,9 +132,10 @@ class LoopHooks:
         session = self._session
         if session.step >= _OBSERVED_STEPS or (before_backward and not session.microbatch):
             return
-        found = sorted(self._find_gradients())  # DDP may have rebuilt its buckets in between
+        # Outside of `no_sync`, FSDP1 has the gradients of its shards, too.
+        found = set(self._find_gradients())
         if before_backward and self._gradients and session.gradients_between != "changed":
-            is_kept = found == self._gradients
+            is_kept = self._gradients <= found
             session.gradients_between = "kept" if is_kept else "changed"
         self._gradients = found
 

@@ -215,7 +215,8 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
             options.append("--write FILE saves the plan.")
     if advice.migration is not None:
         yield _Clipped(describe_migration(advice.migration), _ROW_LINES)
-        options.append("--write FILE saves the plan for FSDP2.")
+        also = "" if plan is None else " also"
+        options.append(f"--write FILE{also} saves the plan for FSDP2.")
     more = len(advice.findings) - (finding is not None)
     if more:
         options.insert(0, f"{plural(more, 'further finding')}.")
@@ -289,6 +290,8 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
     if plan.suggestions:
         yield from section("Apply the plan", _indented(_applied(plan)))
         yield from section("Verify the plan", _indented(plan.verify))
+    if advice.migration is not None:
+        yield from _render_migration(advice.migration)
     yield ""
     yield from (
         dim(line) for line in (*_assumptions(plan), describe_searched_plans(plan), _RULES_COMMAND)

@@ -14,6 +14,7 @@ from fsdp_inspect.errors import PlanError
 from fsdp_inspect.trace.plan import (
     ROOT,
     AccumulationSync,
+    BackwardPrefetch,
     Checkpointing,
     FloatDtype,
     Plan,
@@ -34,7 +35,10 @@ class Changes:
 
     wrap: str | None = None
     forward_prefetch: int | None = None
-    backward_prefetch: int | None = None
+    backward_prefetch: int | BackwardPrefetch | None = None
+    """The number of units; for FSDP1, when backward gathers the next unit."""
+    limit_all_gathers: bool | None = None
+    """FSDP1: whether the host waits until at most two all-gathers are in flight."""
     reshard_after_forward: bool | int | None = None
     """For every unit but the root, which torch treats separately, and units kept unsharded."""
     param_dtype: FloatDtype | None = None
@@ -78,8 +82,7 @@ def apply_changes(
     fields: dict[str, object] = {}
     if changes.forward_prefetch is not None:
         fields["forward_prefetch"] = changes.forward_prefetch
-    if changes.backward_prefetch is not None:
-        fields["backward_prefetch"] = changes.backward_prefetch
+    fields |= _prefetch_and_limit(plan, changes)
     if changes.world_size is not None or changes.replicas is not None:
         fields |= resized(plan, changes.world_size, changes.replicas)
     accumulation = {"microbatches": changes.microbatches, "sync": changes.accumulation_sync}
@@ -98,6 +101,26 @@ def apply_changes(
         }
         plan = plan.change(names, **settings) if settings else plan
     return plan
+
+
+def _prefetch_and_limit(plan: Plan, changes: Changes) -> dict[str, object]:
+    """The changed prefetch in backward, and the limit of all-gathers.
+
+    Raises:
+        PlanError: A setting of FSDP1 changes a plan of FSDP2.
+    """
+    moment, limit = changes.backward_prefetch, changes.limit_all_gathers
+    fields: dict[str, object] = {"backward_prefetch": moment} if isinstance(moment, int) else {}
+    values = {"backward_prefetch": moment, "limit_all_gathers": limit}
+    changed = {name: value for name, value in values.items() if isinstance(value, str | bool)}
+    if changed and plan.fsdp1 is None:
+        raise PlanError(
+            f"The settings {', '.join(changed)} are those of FullyShardedDataParallel (FSDP1). "
+            "Expected a plan of FSDP1, and this one is of fully_shard. Leave them out."
+        )
+    if plan.fsdp1 is not None:
+        fields["fsdp1"] = {**plan.fsdp1.model_dump(), **changed}
+    return fields
 
 
 def checkpoint(

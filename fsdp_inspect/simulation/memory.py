@@ -2,7 +2,8 @@
 
 The allocator follows the order in which the host issues work. So the schedule updates the account
 in this order, independent of the execution times. The unsharded parameters, all-gather outputs,
-gradients and reduce-scatter buffers of units follow from the plan, by FSDP2's rules (2.13). In
+gradients and reduce-scatter buffers of units follow from the plan, by FSDP2's rules (2.13). FSDP1
+has no output of an all-gather, and frees gradients and buffers when it has issued a reduction. In
 forward, the output of an all-gather lives until the end of the next unit's copy-out (since torch
 2.15 until its begin), and in backward until its own. The input of a reduce-scatter lives until
 compute waits for it. The recorded memory step gives the activations that a forward keeps, the
@@ -147,6 +148,8 @@ class UnitMemory:
     """Gradients after a reduction, in the parameters' own dtype."""
     resting: int
     """Sharded parameters and optimizer state."""
+    flat_gradient: int = 0
+    """FSDP1: its gradients as one tensor, if no recorded backward contains their copy."""
     last_gradient: int = 0
     """The gradient of its last parameter: torch (2.13) keeps it until the reduction is issued."""
     share: Share = NO_SHARE
@@ -165,6 +168,8 @@ class MemoryWork:
     """The backend works on a copy of a reduce-scatter's input, as gloo does."""
     frees_before_copy: bool = False
     """In forward, the output of an all-gather is freed before the next copy-out: torch 2.15."""
+    gathers_in_place: bool = False
+    """The output of an all-gather is the unsharded parameters, as in FSDP1."""
 
     @property
     def resting(self) -> int:
@@ -226,7 +231,9 @@ class MemoryLedger:
 
     def gather(self, unit: int) -> None:
         """Allocate the output of an all-gather."""
-        self._add(Held.ALL_GATHER_BUFFER, self._work.units[unit].unsharded, unit)
+        in_place = self._work.gathers_in_place
+        what = Held.UNSHARDED_PARAMETER if in_place else Held.ALL_GATHER_BUFFER
+        self._add(what, self._work.units[unit].unsharded, unit)
 
     def copy_out(self, unit: int, *, keeps_output: bool) -> None:
         """Allocate the unsharded parameters, and free the output unless it is kept.
@@ -294,6 +301,10 @@ class MemoryLedger:
         if piece not in gradients:
             gradients[piece] = memory.gradients
             self._add(Held.UNSHARDED_GRADIENT, memory.gradients, unit)
+
+    def flatten(self, unit: int) -> None:
+        """FSDP1: copy gradients into one tensor, at the end of a backward."""
+        self._rise(Held.UNSHARDED_GRADIENT, self._work.units[unit].flat_gradient, unit)
 
     def reduce(self, unit: int) -> None:
         """Copy gradients into a reduce-scatter's input, and allocate its output."""
@@ -372,6 +383,9 @@ class NoLedger(MemoryLedger):
         """Do nothing."""
 
     def backward(self, piece: int, unit: int) -> None:
+        """Do nothing."""
+
+    def flatten(self, unit: int) -> None:
         """Do nothing."""
 
     def reduce(self, unit: int) -> None:

@@ -7,12 +7,12 @@ at a time, and frees its whole after the copy.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.trace.codes import ITEMSIZE
-from fsdp_inspect.trace.plan import ROOT
-from fsdp_inspect.trace.run import ParameterTraits, Unit
+from fsdp_inspect.trace.plan import ROOT, Fsdp1Settings
+from fsdp_inspect.trace.run import FLAT_PARAM, ParameterTraits, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,25 @@ class Share:
 
 
 NO_SHARE = Share()
+
+
+def is_flat(unit: Unit) -> bool:
+    """Whether FSDP1 shards its parameters as one flat parameter."""
+    return unit.recorded_by == FLAT_PARAM
+
+
+def flat_numel(numels: Iterable[int], ranks: int, alignment: int) -> int:
+    """Elements of a flat parameter with padding.
+
+    Args:
+        numels: The elements of its parameters, in order.
+        ranks: The ranks that shard it.
+        alignment: The elements to which each parameter is aligned; 1: none.
+    """
+    total = 0
+    for numel in numels:
+        total = -(-total // alignment) * alignment + numel
+    return -(-total // ranks) * ranks
 
 
 def itemsize(dtype: str) -> int:
@@ -66,6 +85,8 @@ class Parameter:
     (float8), or an older run lacks the settings of its parameters."""
     reduced_scale: float
     """The same of the reduce-scatter."""
+    is_flat: bool = False
+    """It is a part of a flat parameter, which is padded as a whole."""
 
     @property
     def is_scaled(self) -> bool:
@@ -75,6 +96,8 @@ class Parameter:
 
     def padded(self, ranks: int) -> int:
         """Elements with padding, as part of the output of an all-gather."""
+        if self.is_flat:
+            return math.prod(self.shape)
         return padded_numel(self.shape, ranks, self.traits.shard_dim)
 
     def gathered_dtype(self, wanted: str | None) -> str:
@@ -110,6 +133,10 @@ def describe_parameters(unit: Unit, ranks: int) -> dict[str, Parameter]:
         )
         for name, shape in parameters_of(unit).items()
     }
+    if is_flat(unit):
+        numel = unit.unsharded_bytes / itemsize(unit.param_dtype)
+        stored = unit.sharded_bytes * ranks / numel if numel else 0.0
+        return {name: replace(one, stored=stored, is_flat=True) for name, one in found.items()}
     each = found.values()
     gathered = sum(one.gathered_bytes(ranks, None) for one in each)
     reduced = sum(one.reduced_bytes(ranks, unit.reduce_dtype) for one in each)
@@ -169,8 +196,22 @@ def share_of(unit: Unit, shard: int) -> Share:
     return Share(unit.unsharded_bytes // group, rise)
 
 
+def reduce_input_of(unit: Unit, fsdp1: Fsdp1Settings | None) -> int:
+    """Bytes of the copy that a reduce-scatter reads. FSDP1 copies gradients to cast or pad them."""
+    gradients = unit.num_parameters * itemsize(unit.param_dtype)
+    is_cast = unit.param_dtype != unit.reduce_dtype
+    if fsdp1 is None or is_cast:
+        return unit.reduce_bytes
+    return 0 if fsdp1.use_orig_params or gradients == unit.reduce_bytes else unit.reduce_bytes
+
+
 def last_gradient_of(unit: Unit) -> int:
-    """Bytes of the gradient of the unit's last parameter; 0 if it is unknown."""
+    """Bytes of the gradients that exist until the reduction is issued; 0 if they are unknown.
+
+    FSDP2: the gradient of the last parameter. FSDP1: the flat gradient.
+    """
+    if is_flat(unit):
+        return unit.unsharded_bytes
     if not unit.parameters or not unit.num_trainable_parameters:
         return 0
     *_, last = (name for name in unit.parameters if unit.traits_of(name).is_trained)

@@ -29,6 +29,8 @@ def policies_of(
     forward = plan.prefetch_lists("forward", without=without)
     backward = plan.prefetch_lists("backward", without=without)
     root_of = plan.root_of_units
+    # Without a reduction, FSDP1 frees what its strategy frees after forward.
+    is_freed = None if plan.fsdp1 is None else _frees_after_forward(plan)
     numbers = {root: number for number, root in enumerate(dict.fromkeys(root_of.values()))}
     return [
         _policy(
@@ -41,6 +43,7 @@ def policies_of(
             _indices(forward.get(name, ()), index),
             None if (named := backward.get(name)) is None else _indices(named, index),
             numbers[root_of[name]],
+            is_freed,
         )
         for name in unit_names
         for unit in (planned.get(name) or plan.unit(name),)
@@ -66,17 +69,25 @@ def reshard_of(unit: UnitPlan, shard: int | None = None, *, is_root: bool) -> bo
     return True if wanted == shard else wanted
 
 
+def _frees_after_forward(plan: Plan) -> bool:
+    """Whether the strategy of an FSDP1 plan frees parameters after forward, except in the root."""
+    roots = plan.fsdp_roots
+    inner = [unit for unit in plan.units if unit.name not in roots] or plan.units
+    return any(unit.reshard_after_forward is not False for unit in inner)
+
+
 def _policy(
     unit: UnitPlan,
     reshard: bool | int,
     forward: tuple[int, ...],
     backward: tuple[int, ...] | None,
     root: int,
+    is_freed: bool | None,
 ) -> UnitPolicy:
     return UnitPolicy(
         reshard_after_forward=bool(reshard),
         smaller_group=smaller_group(reshard),
-        reshard_after_backward=unit.reshard_after_backward,
+        reshard_after_backward=unit.reshard_after_backward if is_freed is None else is_freed,
         unshard_in_backward=unit.unshard_in_backward,
         forward_prefetch=forward,
         backward_prefetch=backward,

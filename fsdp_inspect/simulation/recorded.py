@@ -30,6 +30,7 @@ from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import Network, find_node, fit_network, known_lines
+from fsdp_inspect.simulation.parameters import is_flat, reduce_input_of
 from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
 from fsdp_inspect.simulation.recorded_memory import grow_memory, measure_memory_work
 from fsdp_inspect.simulation.schedule import Schedule, SimulatedStep
@@ -310,6 +311,13 @@ def _expect_sharded_units(run: RunSource) -> None:
             f"{format_unit(replicated[0])}. Expected units of fully_shard. Record a run in which "
             "all units are sharded."
         )
+    offloaded = [unit.fqn for unit in units if is_flat(unit) and unit.offload]
+    if offloaded:
+        raise MissingDataError(
+            f"Run {run.manifest.run_id!r} cannot be simulated: FSDP1 offloads "
+            f"{format_unit(offloaded[0])} to the host, and its copies of gradients are not "
+            "recorded. Expected units on the device. Record a run without CPUOffload."
+        )
 
 
 def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:
@@ -357,7 +365,8 @@ def expect_simulated_sharder(manifest: RunManifest) -> None:
             shows = " `fsdp-inspect show RUN exposed` shows the measured waits."
         raise MissingDataError(
             f"Run {manifest.run_id!r} {what}: it uses {sharder.title}. "
-            f"{sharder.why_not_simulated} Expected units of fully_shard (FSDP2).{shows}"
+            f"{sharder.why_not_simulated} Expected units of fully_shard (FSDP2) or of "
+            f"FullyShardedDataParallel (FSDP1).{shows}"
         )
 
 
@@ -368,7 +377,7 @@ def observed_plan(run: RunSource) -> Plan:
     and whether a unit stays unsharded between them (a loop disables this for the last one).
 
     Raises:
-        MissingDataError: The run has no observed plan, or another sharder than FSDP2.
+        MissingDataError: The run has no observed plan, or an unsupported sharder.
     """
     return remember(run, "observed plan", partial(_observe_plan, run))
 
@@ -390,7 +399,7 @@ def _observe_plan(run: RunSource) -> Plan:
     if member is None:
         return plan
     events = run.events(member.rank, steps=[int(_kinds_of_steps(run, member)[0].steps[0])])
-    reading = read_step(events)
+    reading = read_step(events, _flat_roots(run.manifest))
     accumulation = (reading and _accumulation(run, reading, events)) or Accumulation()
     plan = plan.model_copy(update={"accumulation": accumulation})
     kept = _kept_between_microbatches(plan, run.manifest, events)
@@ -478,6 +487,13 @@ def _kinds_of_steps(run: RunSource, member: RankSteps) -> list[_Kind]:
     return kinds
 
 
+def _flat_roots(manifest: RunManifest) -> Set[int] | None:
+    """FSDP1: the units of outermost wrappers; None: another sharder."""
+    if not manifest.is_fsdp1:
+        return None
+    return {unit.index for unit in manifest.units if unit.is_root}
+
+
 def _readings(run: RunSource, rank: int, usual: NDArray[np.int32]) -> Iterator[StepReading]:
     """The first of the usual steps, cut at their boundaries."""
     closest = run.events(rank, steps=[int(usual[0])])
@@ -485,7 +501,7 @@ def _readings(run: RunSource, rank: int, usual: NDArray[np.int32]) -> Iterator[S
     most = max(min(MAX_STEPS, _MAX_PASSES_OF_UNITS // max(int(in_units.sum()), 1)), 1)
     events = run.events(rank, steps=np.sort(usual[:most]).tolist())
     for _, in_step in positions_by_value(events.step):
-        reading = read_step(events.where(in_step))
+        reading = read_step(events.where(in_step), _flat_roots(run.manifest))
         if reading is not None:
             yield reading
 
@@ -511,7 +527,9 @@ class _Builder:
         self._step_time_ns = member.typical(member.step_time_ns)
         self._execution = _execution(run)
         is_stream = self._execution is Execution.STREAM
-        self._pace = measure_host_pace(events) if is_stream else HostPace()
+        settings = observed_plan(run).fsdp1
+        is_limited = settings is not None and settings.limit_all_gathers
+        self._pace = measure_host_pace(events, is_limited=is_limited) if is_stream else HostPace()
         self._rows_of_unit = dict(positions_by_value(events.unit))
         first = readings[0]
         used = sorted({unit for each in first.passes for _, unit in each.tape})
@@ -557,12 +575,18 @@ class _Builder:
             host_ahead_ns=self._pace.ahead_ns,
             max_reduce_buffers=max(unit.reduce_scatter_max_input_buffers for unit in plan.units),
             separate_reduce_group=any(unit.separate_reduce_scatter_group for unit in plan.units),
+            fsdp1=plan.fsdp1,
             memory=None
             if memory is None
             else replace(
                 memory.work,
+                units=[
+                    replace(own, reduce_input=reduce_input_of(unit, plan.fsdp1))
+                    for own, unit in zip(memory.work.units, self._units, strict=True)
+                ],
                 copies_reduce_input=is_gloo,
                 frees_before_copy=self._run.manifest.torch_release >= (2, 15),
+                gathers_in_place=plan.fsdp1 is not None,
             ),
         )
         return RecordedWork(
@@ -699,12 +723,34 @@ class _Builder:
             # Outside of all units: code between two units belongs to the next unit.
             owner = stretch.unit if is_own or stretch.enclosing < 0 else stretch.enclosing
             behind: _Slot = ("first" if is_own else "after", stretch.unit)
+            if not is_forward and self._crosses(stretch.enclosing, stretch.unit):
+                # FSDP1 prefetches in forward, so a backward ends during the next one.
+                owner = stretch.enclosing
+                behind = ("first", owner)
             read.slots.append(slot if is_forward else behind)
             read.owners.append(owner)
             read.compute_ns.append(compute)
             read.ops.append((Op.LEAVE if is_own else Op.ENTER, stretch.unit))
             slot, compute = ("after" if is_own else "first", stretch.unit), 0
         return read
+
+    def _crosses(self, enclosing: int, unit: int) -> bool:
+        """Whether a unit is around another one in a backward only."""
+        return enclosing not in (-1, unit) and (enclosing, unit) not in self._nested
+
+    @cached_property
+    def _nested(self) -> Set[tuple[int, int]]:
+        """Pairs of units of which a forward runs the second one inside the first one."""
+        found: set[tuple[int, int]] = set()
+        for one in self._first_passes:
+            inside: list[int] = []
+            for op, unit in one.tape if one.is_forward else ():
+                if op is Op.ENTER:
+                    found.update((outer, unit) for outer in inside)
+                    inside.append(unit)
+                elif unit in inside:
+                    inside.remove(unit)
+        return found
 
     def _of_pass(self, number: int) -> list[tuple[ClockStretch, int]]:
         """The stretches of compute and hooks of a pass, as means over the passes with equal ones.
@@ -851,7 +897,7 @@ class _Builder:
             gather_backward_launch_ns=self._hook(unit.index, ClockPart.GATHER_BACKWARD),
             reduce_launch_ns=0 if self._execution is Execution.STREAM else _mean(reduces),
             is_trainable=unit.num_trainable_parameters > 0,
-            ends_with_backward=self._ends_late(unit.index),
+            ends_with_backward=not is_flat(unit) and self._ends_late(unit.index),
         )
 
     def _hook(self, unit: int, gather: ClockPart) -> int:

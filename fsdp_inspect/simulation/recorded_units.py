@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -196,6 +197,9 @@ class Regrouping:
     """By unit of the plan, whether one recorded unit owned all its parameters."""
     pieces: Sequence[int]
     """The recorded unit of each recorded piece."""
+    ends_alone: bool = False
+    """Backward leaves a unit after the last compute of its own, before the end of units in it: a
+    flat parameter of FSDP1 has its gradient then."""
 
     def tape(self, one: Pass) -> Tape:
         """The tape of a recorded pass in units of the plan."""
@@ -207,7 +211,9 @@ class Regrouping:
             for span in spans:
                 if span[0] not in kept:
                     first.setdefault(span, at)
-                    last[span] = at
+                    last.setdefault(span, at)
+                    if one.is_forward or not self.ends_alone or span is spans[0]:
+                        last[span] = at
         opening: dict[int, list[_Span]] = {}
         closing: dict[int, list[_Span]] = {}
         for span in sorted(first, key=lambda each: (-(last[each] - first[each]), each)):
@@ -247,3 +253,36 @@ class Regrouping:
     def _spans(self, unit: int, number: int) -> list[_Span]:
         """The executions around a moment in an execution of a recorded unit."""
         return [(each, number if self.is_part[each] else 0) for each in (unit, *self.around[unit])]
+
+
+# --- Move the ends of backwards of FSDP1.
+#
+# Autograd runs the nodes that forward created last first. An unshard creates the views of the flat
+# parameter, and their backward ends that of the unit. With `forward_prefetch`, the unit before
+# creates them, before its own compute. So its compute runs before the end.
+
+
+def end_in_order(backward: Tape, forward: Tape, *, is_delayed: bool) -> Tape:
+    """A backward in which each unit ends after its compute, or after the unit before it.
+
+    Args:
+        backward: The tape of a backward.
+        forward: The tape of its forward.
+        is_delayed: The next unit in forward was prefetched, so its backward ends later.
+    """
+    order = list(dict.fromkeys(unit for op, unit in forward if op is Op.ENTER))
+    tape = list(backward)
+    for before, unit in pairwise(order):
+        leave = (Op.LEAVE, unit)
+        if leave not in tape or (Op.ENTER, before) not in tape:
+            continue
+        at = tape.index(leave)
+        entered, began = tape.index((Op.ENTER, before)), forward.index((Op.ENTER, before))
+        between = forward[began : forward.index((Op.ENTER, unit))]
+        last = max((tape.index(each) for each in between if each in tape and each[0] is Op.RUN),
+                   default=at)  # fmt: skip
+        if is_delayed and last > at:
+            tape.insert(last, tape.pop(at))
+        elif not is_delayed and tape.index((Op.ENTER, unit)) < entered < at:
+            tape.insert(entered, tape.pop(at))
+    return tuple(tape)

@@ -35,10 +35,13 @@ from fsdp_inspect.simulation.memory import (
 from fsdp_inspect.simulation.network import Network, Pace
 from fsdp_inspect.simulation.parameters import (
     Parameter,
+    flat_numel,
+    is_flat,
     is_inside,
     itemsize,
     last_gradient_of,
     parameters_of,
+    reduce_input_of,
     sharded_gradient_bytes,
     share_of,
     smaller_group,
@@ -50,7 +53,12 @@ from fsdp_inspect.simulation.policies import (
 )
 from fsdp_inspect.simulation.recomputation import recompute
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
-from fsdp_inspect.simulation.recorded_units import RecordedUnits, Regrouping, copy_of_share
+from fsdp_inspect.simulation.recorded_units import (
+    RecordedUnits,
+    Regrouping,
+    copy_of_share,
+    end_in_order,
+)
 from fsdp_inspect.simulation.workload import Op, Pass, Piece, Tape, UnitWork, Workload
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EventKind
@@ -72,6 +80,8 @@ _MOST_TRAIL = 0.5
 """The largest fraction of a unit's compute that is attributed to hooks."""
 _MOST_UNIT_PASSES = 1 << 14
 """Most passes of units in a step: microbatches by units. Their simulation takes half a minute."""
+_ALIGNED_BYTES = 16
+"""The alignment of parameters in a flat parameter with `use_orig_params`."""
 _DIVIDED_BY_TIME = (
     "The compute of a split unit is divided by the time of its parts in the memory step."
 )
@@ -285,6 +295,7 @@ class _Regrouping:
             final_order=tuple(range(len(units))),
             max_reduce_buffers=self._most(lambda unit: unit.reduce_scatter_max_input_buffers),
             separate_reduce_group=any(u.separate_reduce_scatter_group for u in self._plan.units),
+            fsdp1=self._plan.fsdp1,
             memory=self._memory(cuts, units),
         )
         return Scenario(self._plan, tuple(units), workload, tuple(self._assumptions))
@@ -310,17 +321,23 @@ class _Regrouping:
             around=self._around(),
             is_part=[len(self._recorded.owners(self._members[name])) == 1 for name in self._names],
             pieces=[piece.unit for piece in self._work.workload.pieces],
+            ends_alone=self._plan.fsdp1 is not None,
         )
         into = [
             {position[self._owners[name]] for name in parameters_of(unit)}
             for unit in self._work.units
         ]
+        forward: Tape = ()
         for one in self._accumulated():
             reduces = one.reduces
             if reduces is not None:
                 reduces = frozenset(new for unit in reduces for new in into[unit])
             tape = regroup.tape(one)
             self._check_executed(one, tape)
+            if one.is_forward:
+                forward = tape
+            elif self._plan.fsdp1 is not None:
+                tape = end_in_order(tape, forward, is_delayed=bool(self._plan.forward_prefetch))
             yield replace(one, tape=tape, reduces=reduces)
 
     def _check_executed(self, one: Pass, tape: Tape) -> None:
@@ -455,6 +472,7 @@ class _Regrouping:
         numels = [self._recorded.numels[each] for each in members]
         if before is None and any(each.is_scaled for each in own.values()):
             self._assumptions[_SCALED] = None
+        unsharded, sharded, reduced = self._bytes(own, ranks, wanted, param_dtype, reduce_dtype)
         return Unit(
             index=index,
             fqn=name,
@@ -466,13 +484,9 @@ class _Regrouping:
             num_tensors=before.num_tensors if before else len(members),
             parameters=members,
             traits=_traits(own, wanted),
-            unsharded_bytes=round(sum(each.gathered_bytes(ranks, wanted) for each in own.values())),
-            sharded_bytes=round(
-                sum(each.padded(ranks) * each.stored for each in own.values()) / ranks
-            ),
-            reduce_bytes=round(
-                sum(each.reduced_bytes(ranks, reduce_dtype) for each in own.values())
-            ),
+            unsharded_bytes=unsharded,
+            sharded_bytes=sharded,
+            reduce_bytes=reduced,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             reshard_after_forward=reshard_of(
@@ -481,7 +495,31 @@ class _Regrouping:
             shard_group=source.shard_group,
             replicate_group=source.replicate_group,
             is_root=name in self._roots,
+            recorded_by=source.recorded_by,
         )
+
+    def _bytes(
+        self,
+        own: dict[str, Parameter],
+        ranks: int,
+        wanted: str | None,
+        param_dtype: str,
+        reduce_dtype: str,
+    ) -> tuple[int, int, int]:
+        """Bytes of a unit's all-gather, of its shard, and of its reduce-scatter, with padding."""
+        each, settings = own.values(), self._plan.fsdp1
+        if settings is None:
+            return (
+                round(sum(one.gathered_bytes(ranks, wanted) for one in each)),
+                round(sum(one.padded(ranks) * one.stored for one in each) / ranks),
+                round(sum(one.reduced_bytes(ranks, reduce_dtype) for one in each)),
+            )
+        width = itemsize(param_dtype)
+        alignment = max(_ALIGNED_BYTES // width, 1) if settings.use_orig_params else 1
+        numel = flat_numel([math.prod(one.shape) for one in each], ranks, alignment)
+        is_trained = any(one.trained for one in each)
+        stored = round(next(iter(each)).stored)
+        return numel * width, numel // ranks * stored, numel * itemsize(reduce_dtype) * is_trained
 
     def _default_reduce_dtype(self, members: Collection[str], param_dtype: str) -> str:
         """The dtype in which torch reduces if it decides: since 2.15 that of the parameters."""
@@ -615,6 +653,7 @@ class _Regrouping:
             rest=before.rest,
             copies_reduce_input=before.copies_reduce_input,
             frees_before_copy=before.frees_before_copy,
+            gathers_in_place=before.gathers_in_place,
         )
 
     def _piece_memory(self, memory: PieceMemory, cut: _Cut, units: Sequence[Unit]) -> PieceMemory:
@@ -651,7 +690,10 @@ class _Regrouping:
         per_gradient = (states - recorded.sharded_bytes) / max(recorded.gradient_bytes, 1)
         return UnitMemory(
             unsharded=unit.unsharded_bytes,
-            reduce_input=unit.reduce_bytes,
+            reduce_input=reduce_input_of(unit, self._plan.fsdp1),
+            flat_gradient=unit.unsharded_bytes
+            if is_flat(unit) and unit.fqn not in self._unchanged
+            else 0,
             sharded_gradients=gradients,
             resting=unit.sharded_bytes + round(gradients * per_gradient),
             last_gradient=last_gradient_of(unit),

@@ -15,10 +15,22 @@ version with another schedule is noticed. The rules:
   and all-reduce.
 - After the backward: units whose inputs need no gradient reduce now. Compute waits for every
   reduction.
+
+FSDP1 (`FullyShardedDataParallel`) differs in these rules (torch 2.13, `_runtime_utils`):
+
+- An all-gather writes the parameters themselves: no copy-out, and no gather stream waits for one.
+  Compute waits for all all-gathers so far. With `limit_all_gathers`, the host waits before an
+  all-gather for the moment at which the unit before the previous one was freed.
+- Forward prefetches the next unit of the first forward. Backward prefetches the previous unit
+  before or after the gradients of a unit, or not at all.
+- Copy-in and reduce-scatter run on one stream. Compute waits for reductions after the backward
+  only.
 """
 
+from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from fsdp_inspect.simulation.machine import CollectiveQueue, Machine, VirtualStream
@@ -26,6 +38,10 @@ from fsdp_inspect.simulation.memory import MemoryLedger, NoLedger
 from fsdp_inspect.simulation.workload import Op, Pass, UnitPolicy, UnitWork, Workload
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.intervals import Intervals
+from fsdp_inspect.trace.plan import BackwardPrefetch
+
+_MOST_GATHERS = 2
+"""The frees that FSDP1's limiter leaves pending before the host waits for the oldest one."""
 
 
 class Span(NamedTuple):
@@ -98,6 +114,8 @@ class _Context:
     previous_copy_out_ns: int | None = None
     forward_order: list[int] = field(default_factory=list)
     in_flight: list[_Transfer] = field(default_factory=list)
+    freed_ns: deque[int] = field(default_factory=deque)
+    """FSDP1: the moments at which parameters were freed, of which no all-gather waited for."""
 
 
 class _UnitState:
@@ -111,9 +129,12 @@ class _UnitState:
         "gather",
         "has_share",
         "is_done",
+        "is_prefetched",
         "is_unsharded",
         "kept_ns",
+        "needs_backward",
         "policy",
+        "position",
         "ready_ns",
         "reduced_ns",
         "smaller_link",
@@ -159,6 +180,24 @@ class _UnitState:
         """True after its post-backward."""
         self.ready_ns: list[int] = []
         """The start of each open pass."""
+        self.is_prefetched = False
+        """FSDP1: another unit's hook asked for its parameters, and it was not resharded since."""
+        self.needs_backward = False
+        """FSDP1: a forward with a graph ran, and no pre-backward since."""
+        self.position: int | None = None
+        """FSDP1: its first position in the order of forwards."""
+
+
+def _next_in_forward(workload: Workload) -> dict[int, int]:
+    """FSDP1: the unit that each unit prefetches in forward, by the order of the first forward."""
+    found: dict[int, int] = {}
+    if any(policy.forward_prefetch for policy in workload.policies):
+        for root in {policy.root for policy in workload.policies}:
+            first = next(workload.forwards).tape
+            own = [unit for op, unit in first if op is Op.ENTER]
+            own = [unit for unit in own if workload.policies[unit].root == root]
+            found |= dict(pairwise(dict.fromkeys(own)))
+    return found
 
 
 def _or_else(value: int | None, other: int) -> int:
@@ -178,6 +217,10 @@ class Schedule:
             CollectiveQueue() if workload.separate_reduce_group else self._gather_link
         )
         self._replica_link = CollectiveQueue()
+        self._fsdp1 = workload.fsdp1
+        self._next_in_forward = _next_in_forward(workload) if workload.fsdp1 else {}
+        self._entered: set[int] = set()
+        """FSDP1: the units of the current forward so far."""
         roots: dict[int, _Context] = {}
         self._units = [
             _UnitState(work, policy, roots.setdefault(policy.root, _Context()), machine)
@@ -232,6 +275,7 @@ class Schedule:
         enter, leave = Op.ENTER, Op.LEAVE
         begin_ns = self._machine.reached(self._machine.compute)
         self._hold_gathers_until(begin_ns)
+        self._entered.clear()
         for op, index in one.tape:
             if op is enter:
                 self._enter(index)
@@ -252,20 +296,29 @@ class Schedule:
         state = self._units[unit]
         self._hook_unit = unit
         self._unshard(unit)
-        if state.gather is not None:
-            self._wait_for_unshard(unit, state, state.gather)
-        for target in state.policy.forward_prefetch:
-            self._unshard(target)
+        self._await_parameters(unit, state)
+        if self._fsdp1 is None:
+            for target in state.policy.forward_prefetch:
+                self._unshard(target)
+        else:
+            self._entered.add(unit)
+            target = self._next_in_forward.get(unit, NO_UNIT)
+            if target not in self._entered:
+                self._prefetch(target)
         self._hook_unit = NO_UNIT
         state.ready_ns.append(self._machine.reached(self._machine.compute))
 
     def _leave(self, unit: int) -> None:
         state = self._units[unit]
         self._note_pass(EventKind.FORWARD, unit, state.ready_ns.pop())
+        state.is_prefetched = False
         if state.policy.reshard_after_forward:
             self._reshard_after_forward(unit, state)
         order = state.context.forward_order
         state.forwards.append(len(order))
+        if not state.position:  # torch, too, takes the place 0 for none
+            state.position = len(order)
+        state.needs_backward |= self._keeps_graph
         order.append(unit)
 
     # --- backward
@@ -296,13 +349,16 @@ class Schedule:
     def _pre_backward(self, unit: int) -> None:
         state = self._units[unit]
         self._hook_unit = unit
-        if state.policy.unshard_in_backward:
+        if state.policy.unshard_in_backward and (self._fsdp1 is None or state.needs_backward):
             self._unshard(unit)
-        if state.gather is not None:
-            self._wait_for_unshard(unit, state, state.gather)
-        for target in self._backward_targets(state):
-            if self._units[target].policy.unshard_in_backward:
-                self._unshard(target)
+        self._await_parameters(unit, state)
+        state.needs_backward = False
+        if self._fsdp1 is not None:
+            self._prefetch_previous(state, "BACKWARD_PRE")
+        else:
+            for target in self._backward_targets(state):
+                if self._units[target].policy.unshard_in_backward:
+                    self._unshard(target)
         self._hook_unit = NO_UNIT
         state.is_done = False
         state.ready_ns.append(self._machine.reached(self._machine.compute))
@@ -321,8 +377,13 @@ class Schedule:
         state.is_done = True
         if state.ready_ns:
             self._note_pass(EventKind.BACKWARD, unit, state.ready_ns.pop())
+        self._hook_unit = unit
+        self._memory.flatten(unit)
+        state.is_prefetched = False
         if self._reshards_after(state, one):
             self._reshard(unit, state)
+        self._prefetch_previous(state, "BACKWARD_POST")
+        self._hook_unit = NO_UNIT
         if one.reduces is not None and not one.reduces:
             return  # a backward without gradient sync
         # Torch waits for earlier reductions even if this unit has no gradient to reduce.
@@ -335,7 +396,7 @@ class Schedule:
         if not state.work.is_trainable or not reduces:
             return
         self._hook_unit = unit
-        if state.reduced_ns is not None:
+        if state.reduced_ns is not None and self._fsdp1 is None:
             self._machine.wait(self._machine.compute, state.reduced_ns)
             state.reduced_ns = None
         self._reduce(unit, state, one)
@@ -354,11 +415,7 @@ class Schedule:
             order = [unit for unit in order if units[unit].policy.root in reached]
         for unit in order:
             state = units[unit]
-            if not state.is_done:
-                if state.ready_ns or one.reduces is None:
-                    self._post_backward(unit, one)
-                elif self._reshards_after(state, one):
-                    self._reshard(unit, state)
+            self._finish_unit(unit, state, one)
             if one.finishes:
                 self._await_all(state.context)
                 state.reduced_ns = None
@@ -371,12 +428,30 @@ class Schedule:
                 context.in_flight.clear()
                 context.forward_order.clear()
 
+    def _finish_unit(self, unit: int, state: _UnitState, one: Pass) -> None:
+        """End the backward of a unit, and reshard it if it is still unsharded."""
+        if not state.is_done and (state.ready_ns or one.reduces is None):
+            self._post_backward(unit, one)
+        elif not state.is_done and self._fsdp1 is None and self._reshards_after(state, one):
+            self._reshard(unit, state)
+        if self._fsdp1 is None:
+            return
+        if state.gather is not None:  # it was prefetched in vain
+            self._note_transfer(state.gather, -1)
+            state.gather, state.is_unsharded = None, True
+        if state.is_unsharded and self._reshards_after(state, one):
+            self._reshard(unit, state)
+        state.needs_backward, state.is_prefetched, state.position = False, False, None
+
     def _reshards_after(self, state: _UnitState, one: Pass) -> bool:
         """Whether a unit is resharded after a backward.
 
         A loop that keeps parameters between microbatches reshards them after the last one, because
-        the optimizer changes the weights and the kept copies would be stale.
+        the optimizer changes the weights and the kept copies would be stale. FSDP1 reshards them
+        whenever it reduces gradients.
         """
+        if self._fsdp1 is not None:
+            return one.reduces is None or bool(one.reduces) or state.policy.reshard_after_backward
         is_last = one.microbatch == self._last_microbatch
         return is_last or state.policy.reshard_after_backward
 
@@ -390,9 +465,38 @@ class Schedule:
 
     # --- communication
 
+    def _await_parameters(self, unit: int, state: _UnitState) -> None:
+        if state.gather is not None:
+            self._wait_for_unshard(unit, state, state.gather)
+        if self._fsdp1 is not None:
+            self._machine.wait(self._machine.compute, self._machine.gather.free_ns)
+
+    def _prefetch(self, target: int) -> None:
+        """FSDP1: unshard a unit that runs later, unless it was prefetched already."""
+        if target != NO_UNIT:
+            self._unshard(target)
+            self._units[target].is_prefetched = True
+
+    def _prefetch_previous(self, state: _UnitState, moment: BackwardPrefetch) -> None:
+        """FSDP1: unshard the previous unit of forward, if backward does so at this moment."""
+        if self._fsdp1 is None or self._fsdp1.backward_prefetch != moment or not state.position:
+            return
+        target = state.context.forward_order[state.position - 1]
+        if self._units[target].needs_backward:
+            self._prefetch(target)
+
+    def _limit_gathers(self, context: _Context) -> None:
+        """FSDP1: let the host wait until the unit before the previous one was freed."""
+        is_limited = self._fsdp1 is not None and self._fsdp1.limit_all_gathers
+        if is_limited and len(context.freed_ns) >= _MOST_GATHERS:
+            self._machine.wait(self._machine.host, context.freed_ns.popleft())
+
     def _unshard(self, unit: int) -> None:
         state = self._units[unit]
+        if state.is_prefetched:
+            return
         if state.is_unsharded or state.gather is not None:
+            self._limit_gathers(state.context)
             return
         machine, policy = self._machine, state.policy
         if state.kept_ns is not None:
@@ -411,6 +515,7 @@ class Schedule:
             self._note(EventKind.ALL_GATHER_COPY_IN, unit, issue_ns, copied)
         if gather is not copy_in:
             machine.wait(gather, copied[1])
+        self._limit_gathers(state.context)
         link = state.smaller_link if state.has_share else self._gather_link
         issue_ns = machine.host.free_ns
         start_ns, end_ns = machine.transfer(gather, link, duration_ns, is_async=policy.is_async)
@@ -445,6 +550,8 @@ class Schedule:
         if state.is_unsharded:
             self._memory.free_unsharded(unit)
             state.is_unsharded = False
+        if self._fsdp1 is not None:
+            state.context.freed_ns.append(self._machine.reached(self._machine.compute))
         self._drop_share(unit, state)
 
     def _drop_share(self, unit: int, state: _UnitState) -> None:
@@ -454,6 +561,10 @@ class Schedule:
 
     def _wait_for_unshard(self, unit: int, state: _UnitState, gather: _Transfer) -> None:
         machine, context = self._machine, state.context
+        if self._fsdp1 is not None:
+            self._wait_for(gather)
+            state.gather, state.is_unsharded = None, True
+            return
         in_forward = self._phase is Phase.FORWARD
         keeps_output = in_forward and not gather.is_async
         if in_forward and context.previous_copy_out_ns is not None:
@@ -482,15 +593,22 @@ class Schedule:
         self._memory.reduce(unit)
         machine.launch(work.reduce_launch_ns)
         issue_ns = machine.host.free_ns
-        copied = machine.run(machine.compute, work.reduce_copy_in_ns)
+        copies = machine.compute
+        if self._fsdp1 is not None:
+            copies = machine.reduce
+            machine.wait(copies, machine.reached(machine.compute))
+        copied = machine.run(copies, work.reduce_copy_in_ns)
         if self._spans is not None:
             self._note(EventKind.REDUCE_SCATTER_COPY_IN, unit, issue_ns, copied)
-        if machine.reduce is not machine.compute:
+        if machine.reduce is not copies:
             machine.wait(machine.reduce, copied[1])
         scatter = self._reduction(
             EventKind.REDUCE_SCATTER, unit, machine.reduce, self._reduce_link, work.reduce_ns
         )
-        state.context.in_flight.append(scatter)
+        if self._fsdp1 is not None:
+            self._memory.reduced(unit)
+        else:
+            state.context.in_flight.append(scatter)
         state.reduced_ns = scatter.end_ns
         if work.all_reduce_ns and one.all_reduces:
             reduced = self._reduction(

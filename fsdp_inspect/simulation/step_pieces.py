@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
 _ON_CLOCK = (Stream.HOST, Stream.COMPUTE)
+_CLOCK_ERROR_NS = 20_000
+"""The largest difference of two times that is no order of events."""
 _WAITS = (*WAIT_OF.values(), EventKind.OTHER_WAIT)
 
 
@@ -105,17 +108,19 @@ class StepReading:
         return (places, self.passes, self.reduce_order)
 
 
-def read_step(events: EventTable) -> StepReading | None:
+def read_step(events: EventTable, flat_roots: Set[int] | None = None) -> StepReading | None:
     """Split one finished step of one rank at its boundaries.
 
     Args:
         events: All events of that step and rank.
+        flat_roots: FSDP1: the units of outermost wrappers. The compute stream then waits for all
+            all-gathers so far. None: FSDP2.
 
     Returns:
         None if no unit ran a forward, or none a backward, in the step.
     """
     window = events.where(events.kind == EventKind.STEP)
-    reader = _Reader(events)
+    reader = _Reader(events, flat_roots)
     places = list(reader.stretches(int(window.start_ns[0]), int(window.end_ns[0])))
     if {each.phase for each in reader.passes} != {Phase.FORWARD, Phase.BACKWARD}:
         return None
@@ -125,23 +130,49 @@ def read_step(events: EventTable) -> StepReading | None:
     return StepReading(
         step=int(window.step[0]),
         duration_ns=duration,
-        stretches=_without(_taken(events), places),
+        stretches=_without(_taken(events, waits_for_all=flat_roots is not None), places),
         passes=tuple(reader.passes),
         reduce_order=_reduce_order(events),
     )
 
 
-def _taken(events: EventTable) -> Intervals:
+def _taken(events: EventTable, *, waits_for_all: bool) -> Intervals:
     """Clock time that is not compute: waits for FSDP's collectives, its copies, evaluation."""
     on_clock = np.isin(events.stream, _ON_CLOCK)
     mine = events.unit != NO_UNIT
     spans = on_clock & mine & np.isin(events.kind, [*COPIES, *_WAITS])
     spans |= events.kind == EventKind.BETWEEN_STEPS
     needed = mine & np.isin(events.kind, list(COLLECTIVES)) & (events.need_ns >= 0)
+    others = _waits_for_others(events) if waits_for_all else np.zeros((0, 2), np.int64)
     return Intervals.of(
-        np.concatenate([events.start_ns[spans], events.need_ns[needed]]),
-        np.concatenate([events.end_ns[spans], events.end_ns[needed]]),
+        np.concatenate([events.start_ns[spans], events.need_ns[needed], others[:, 0]]),
+        np.concatenate([events.end_ns[spans], events.end_ns[needed], others[:, 1]]),
     )
+
+
+def _waits_for_others(events: EventTable) -> NDArray[np.int64]:
+    """Begin and end of waits for all-gathers of other units, which no event shows.
+
+    A unit that is unsharded already begins when an all-gather ends: compute waited for it, at
+    the longest since the last boundary of a pass.
+    """
+    passes = np.isin(events.kind, [EventKind.FORWARD, EventKind.BACKWARD])
+    passes &= events.stream == Stream.COMPUTE
+    starts, finishes = events.start_ns[passes], events.end_ns[passes]
+    edges = np.concatenate([starts, finishes])
+    entries = events.where(passes & (events.unit != NO_UNIT))
+    gathers = events.where((events.kind == EventKind.ALL_GATHER) & (events.unit != NO_UNIT))
+    found = []
+    for unit, at in zip(entries.unit, entries.start_ns.tolist(), strict=True):
+        is_own, ends = gathers.unit == unit, gathers.end_ns
+        begins = gathers.start_ns[~is_own & (np.abs(ends - at) <= _CLOCK_ERROR_NS)]
+        before = edges[edges < at - _CLOCK_ERROR_NS]
+        if not len(begins) or not len(before):
+            continue
+        has_waited = np.any(is_own & (ends > before.max()) & (ends <= at + _CLOCK_ERROR_NS))
+        if not has_waited and not np.any(np.abs(finishes - at) <= _CLOCK_ERROR_NS):
+            found.append((max(int(begins.max()), int(before.max())), at))
+    return np.array(found, np.int64).reshape(-1, 2)
 
 
 class _Place(NamedTuple):
@@ -185,8 +216,9 @@ class _Boundary:
 class _Reader:
     """Reads the stretches between the boundaries of a step."""
 
-    def __init__(self, events: EventTable) -> None:
+    def __init__(self, events: EventTable, flat_roots: Set[int] | None) -> None:
         self._events = events
+        self._may_have_root = flat_roots is None or bool(flat_roots)
         self.passes: list[Pass] = []
         # On a device, the host issues collectives while the device is somewhere else.
         is_host = not np.any(events.stream == Stream.COMPUTE)
@@ -225,7 +257,7 @@ class _Reader:
         repeated = (self._events.flags & EventFlag.RECOMPUTE) != 0
         forward = self._rows(EventKind.FORWARD) & ~repeated
         backward = self._rows(EventKind.BACKWARD)
-        has_root = _has_nested(self._boundaries(forward))
+        has_root = self._may_have_root and _has_nested(self._boundaries(forward))
         numbers = np.unique(self._events.microbatch[forward | backward]).tolist()
         for microbatch in numbers:
             of_microbatch = self._events.microbatch == microbatch
@@ -425,14 +457,16 @@ class HostPace:
     """Lead of the host over the device at the start of a forward; None: unknown."""
 
 
-def measure_host_pace(events: EventTable) -> HostPace:
+def measure_host_pace(events: EventTable, *, is_limited: bool = False) -> HostPace:
     """Measure the host's pace in some steps of one rank on a device with streams.
 
     Args:
         events: Events of timed steps.
+        is_limited: FSDP1's limiter held the host before all-gathers. This time does not count.
     """
     repeated = (events.flags & EventFlag.RECOMPUTE) != 0
     events = events.where((events.phase != Phase.EVALUATION) & ~repeated)
+    held = _held_by_limiter(events) if is_limited else None
     forward, backward, gather = (defaultdict[int, list[int]](list) for _ in range(3))
     for _, in_step in positions_by_value(events.step):
         of_step = events.where(in_step)
@@ -445,10 +479,11 @@ def measure_host_pace(events: EventTable) -> HostPace:
                     backward,
                     _between(rows, EventKind.BACKWARD, [reduced for reduced, _, _ in gathers]),
                 ),
-                (gather, [(unit, entered - reduced) for reduced, unit, entered in gathers]),
+                (gather, [(unit, reduced, entered) for reduced, unit, entered in gathers]),
             ):
-                for unit, duration in spans:
-                    found[unit].append(duration)
+                for unit, begin, end in spans:
+                    waited = 0 if held is None else int(held.covered_ns([begin], [end])[0])
+                    found[unit].append(end - begin - waited)
     begins = (events.kind == EventKind.FORWARD) & (events.unit == NO_UNIT)
     begins &= (events.microbatch == 0) & (events.phase == Phase.FORWARD)
     ahead = (events.start_ns - events.issue_ns)[begins]
@@ -464,8 +499,40 @@ def _means(found: Mapping[int, list[int]]) -> dict[int, int]:
     return {unit: round(float(np.mean(each))) for unit, each in found.items()}
 
 
-def _forward(events: EventTable) -> Iterator[tuple[int, int]]:
-    """Each unit of a forward, with the host's time from its entry to the next entry."""
+def _held_by_limiter(events: EventTable) -> Intervals:
+    """The host's time between the work before an all-gather and its issue.
+
+    Torch also asks its limiter before a backward that gathers nothing. No event shows this time. If
+    the device ends the backward of another unit before the next backward is issued, and after the
+    host's last known moment, the host is taken to have waited for that end.
+    """
+    events = events.where(events.unit != NO_UNIT)
+    copies, gathers, scatters, backwards = (
+        events.where(events.kind == kind)
+        for kind in (
+            EventKind.ALL_GATHER_COPY_IN,
+            EventKind.ALL_GATHER,
+            EventKind.REDUCE_SCATTER,
+            EventKind.BACKWARD,
+        )
+    )
+    _, before, after = np.intersect1d(copies.collective, gathers.collective, return_indices=True)
+    held = list(
+        zip(copies.issue_ns[before].tolist(), gathers.issue_ns[after].tolist(), strict=True)
+    )
+    marks = np.concatenate([scatters.issue_ns, backwards.issue_ns])
+    units = np.concatenate([scatters.unit, backwards.unit])
+    for known, entered in pairwise(np.unique(marks).tolist()):
+        gathers_nothing = not np.any((gathers.issue_ns >= known) & (gathers.issue_ns <= entered))
+        ends = backwards.end_ns[~np.isin(backwards.unit, units[marks == known])]
+        ends = ends[(ends > known) & (ends <= entered + _CLOCK_ERROR_NS)]
+        if gathers_nothing and len(ends) and entered in backwards.issue_ns:
+            held.append((known, min(int(ends.max()), entered)))
+    return Intervals.of([begin for begin, _ in held], [end for _, end in held])
+
+
+def _forward(events: EventTable) -> Iterator[tuple[int, int, int]]:
+    """Each unit of a forward, with the host's times of its entry and of the next entry."""
     turns = (events.kind == EventKind.BACKWARD) & (events.unit == NO_UNIT)
     ends = events.issue_ns[turns].tolist()
     return _between(events, EventKind.FORWARD, ends)
@@ -491,7 +558,9 @@ def _gathers_after_reductions(events: EventTable) -> Iterator[tuple[int, int, in
             yield reduced, int(gathers.unit[first]), entered
 
 
-def _between(events: EventTable, kind: EventKind, ends: list[int]) -> Iterator[tuple[int, int]]:
+def _between(
+    events: EventTable, kind: EventKind, ends: list[int]
+) -> Iterator[tuple[int, int, int]]:
     rows = events.where((events.kind == kind) & (events.unit != NO_UNIT))
     # At equal times the outer of two units is entered first: it ends last.
     order = np.lexsort((-rows.end_ns, rows.issue_ns))
@@ -501,4 +570,4 @@ def _between(events: EventTable, kind: EventKind, ends: list[int]) -> Iterator[t
         following = [issued for issued, _ in entries[position + 1 : position + 2]]
         following += ends[(first := bisect_right(ends, entered)) : first + 1]
         if following:
-            yield unit, min(following) - entered
+            yield unit, entered, min(following)

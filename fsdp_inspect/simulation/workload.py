@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory
 from fsdp_inspect.trace.codes import Phase
+from fsdp_inspect.trace.plan import Fsdp1Settings
 
 
 class Op(IntEnum):
@@ -167,6 +168,8 @@ class Workload:
     """`set_reduce_scatter_max_input_buffers`."""
     separate_reduce_group: bool = False
     """`set_separate_reduce_scatter_group`: reductions do not queue behind all-gathers."""
+    fsdp1: Fsdp1Settings | None = None
+    """The settings of FSDP1, whose schedule has other waits; None: FSDP2."""
     memory: MemoryWork | None = None
     """None: unknown."""
 

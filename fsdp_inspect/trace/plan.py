@@ -45,6 +45,7 @@ ROOT = ""
 
 AccumulationSync = Literal["every", "last", "all_reduce_last"]
 FloatDtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "none"]
 PositiveInt = Annotated[int, Field(strict=True, ge=1, le=MAX_WORLD_SIZE)]
 Microbatches = Annotated[int, Field(strict=True, ge=1, le=MAX_MICROBATCHES)]
 
@@ -172,6 +173,18 @@ class Checkpointing(PlanRecord):
     """Modules that keep the results of matrix products and attention and recompute the rest."""
 
 
+class Fsdp1Settings(PlanRecord):
+    """The settings of `FullyShardedDataParallel` (FSDP1) that `fully_shard` does not have."""
+
+    backward_prefetch: BackwardPrefetch = "BACKWARD_PRE"
+    """When backward gathers the next unit: before the gradients of the current unit, after them, or
+    when the next unit needs it."""
+    limit_all_gathers: StrictBool = True
+    """The host waits until at most two all-gathers are in flight."""
+    use_orig_params: StrictBool = False
+    """A flat parameter then aligns each of its parameters to 16 bytes."""
+
+
 class Plan(PlanRecord):
     """A plan: units, mesh, prefetch, and the training loop's settings."""
 
@@ -188,6 +201,10 @@ class Plan(PlanRecord):
     names of the units that it prefetches. 0: torch's own order."""
     backward_prefetch: Prefetch = 0
     """Like `forward_prefetch`, in the reverse order."""
+    fsdp1: Fsdp1Settings | None = None
+    """The plan is one of FSDP1: each unit is a wrapper around one module, and the sharding strategy
+    is `reshard_after_forward` of the units in the root. None: the units are those of `fully_shard`.
+    """
     accumulation: Accumulation = Accumulation()
     checkpointing: Checkpointing = Checkpointing()
     notes: tuple[str, ...] = ()
@@ -235,7 +252,8 @@ class Plan(PlanRecord):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, which `from_dict` reads."""
-        return self.model_dump(mode="json")
+        # Without the key, older versions can read a plan of FSDP2.
+        return self.model_dump(mode="json", exclude=None if self.fsdp1 else {"fsdp1"})
 
     def to_toml(self) -> str:
         """The text of a plan file; `from_toml` reads it to an equal plan."""
@@ -508,10 +526,14 @@ class Plan(PlanRecord):
                     f"reshard_after_forward of unit {unit.name!r} is {reshard}. Expected true, "
                     f"false or a divisor of the {shard} ranks that shard: {_divisors(shard)}"
                 )
+        for complaint in _complaints_of_fsdp1(self) if self.fsdp1 is not None else ():
+            raise ValueError(complaint)
 
 
 SETTINGS = tuple(name for name in UnitPlan.model_fields if name != "modules")
 """The settings of a unit."""
+_OF_FSDP1 = ("modules", "reshard_after_forward", "param_dtype", "reduce_dtype", "offload")
+"""The fields of a unit that a wrapper of FSDP1 has, too."""
 
 DECIDED_BY_PLAN = (
     "plan",
@@ -538,6 +560,7 @@ _LEGAL_KEYS = {
     "units": tuple(UnitPlan.model_fields),
     "accumulation": tuple(Accumulation.model_fields),
     "checkpointing": tuple(Checkpointing.model_fields),
+    "fsdp1": tuple(Fsdp1Settings.model_fields),
 }
 
 
@@ -696,6 +719,42 @@ def _check_group(modules: Sequence[str]) -> None:
         raise ValueError(
             f"The unit {quote_all(modules)} mixes patterns with different numbers of stars. "
             "Expected the same number of stars in each pattern"
+        )
+
+
+def _complaints_of_fsdp1(plan: Plan) -> Iterator[str]:
+    """What a plan has that a wrapper of FSDP1 does not have."""
+    for unit in plan.units:
+        of_unit, reshard = f"of unit {unit.name!r} is", unit.reshard_after_forward
+        if len(unit.modules) > 1:
+            yield (
+                f"The unit {unit.name!r} has {len(unit.modules)} modules. FSDP1 wraps one module "
+                "for each unit. Expected one"
+            )
+        for name, default in plan_text.defaults_of(UnitPlan).items():
+            if name not in _OF_FSDP1 and (value := getattr(unit, name)) != default:
+                yield f"{name} {of_unit} {value!r}. FSDP1 has no such setting. Expected {default!r}"
+        if type(reshard) is int:
+            yield (
+                f"reshard_after_forward {of_unit} {reshard}. FSDP1 cannot reshard to a part of the "
+                "ranks. Expected true or false"
+            )
+        if unit.is_root and reshard:
+            yield f'reshard_after_forward {of_unit} true. FSDP1 keeps the root. Expected "auto"'
+    if plan.forward_prefetch not in (0, 1):
+        yield (
+            f"forward_prefetch is {plan.forward_prefetch!r}. FSDP1 prefetches at most the next "
+            "unit. Expected 0 or 1"
+        )
+    if plan.backward_prefetch != 0:
+        yield (
+            f"backward_prefetch is {plan.backward_prefetch!r}. FSDP1 prefetches the previous unit "
+            "or none. Expected 0, and backward_prefetch in [fsdp1]"
+        )
+    if plan.accumulation.sync == "all_reduce_last":
+        yield (
+            'The accumulation has sync = "all_reduce_last". FSDP1 reduces over the replicas '
+            'whenever it reduces. Expected "every" or "last"'
         )
 
 

@@ -42,6 +42,11 @@ _HEADER = """\
 # How a model is sharded: each [[units]] entry is one fully_shard call, or one for each number in
 # a range. Apply it with fsdp_inspect.apply_plan(model, Plan.load(FILE)).
 """
+_HEADER_OF_FSDP1 = """\
+# How FullyShardedDataParallel (FSDP1) shards a model: each [[units]] entry is one wrapper, or one
+# for each number in a range.
+"""
+_TABLES = ("accumulation", "checkpointing", "fsdp1", "forward_prefetch", "backward_prefetch")
 _RANGE = re.compile(
     r"(?P<prefix>[^{}]*)\{(?P<first>[0-9]{1,6})\.\.(?P<last>[0-9]{1,6})\}(?P<suffix>[^{}]*)"
 )
@@ -99,8 +104,8 @@ def render(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """
     units: Sequence[Mapping[str, Any]] = fields["units"]
     shared = _shared_settings(units, defaults)
-    parts = [_HEADER + _render_top(fields)]
-    for table in ("accumulation", "checkpointing", "forward_prefetch", "backward_prefetch"):
+    parts = [(_HEADER_OF_FSDP1 if fields["fsdp1"] else _HEADER) + _render_top(fields)]
+    for table in _TABLES:
         if isinstance(fields[table], dict):
             parts.append(_render_table(f"[{table}]", _table_values(table, fields[table])))
     parts.append(_render_table("[every_unit]", shared))
@@ -133,6 +138,8 @@ def _table_values(table: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if table == "accumulation":
         is_default = values == {"microbatches": 1, "sync": "every"}
         return {} if is_default else dict(values)
+    if table == "fsdp1":
+        return dict(values)
     if table == "checkpointing":
         return {mode: _compact_names(names) for mode, names in values.items() if names}
     return {name: list(targets) for name, targets in values.items()}

@@ -167,6 +167,8 @@ UNITS_FROM_RANGES = "ranges"
 UNITS_FROM_ORDER = "order"
 """`Unit.recorded_by` of an import without such ranges: units are inferred from the order and the
 sizes of collectives."""
+FLAT_PARAM = "flat_param"
+"""`Unit.recorded_by` of a unit of FSDP1: a wrapper on its `FlatParamHandle`."""
 UNITS_FROM_FSDP1 = "fsdp1"
 """`Unit.recorded_by` of an import whose units are inferred from the order of FSDP1's ranges, which
 name no unit."""

@@ -82,8 +82,7 @@ _TRAITS = {
     ),
     FSDP1: SharderTraits(
         title="FSDP1",
-        why_not_simulated="The simulation models the schedule of FSDP2. FSDP1 waits for reductions "
-        "at the end of backward only, and prefetches in another way in forward.",
+        why_not_simulated=None,
         units_have_passes=True,
         hide_single_unit="Wrap every transformer block: auto_wrap_policy=ModuleWrapPolicy({Block})",
         keep_gathered="sharding_strategy=ShardingStrategy.SHARD_GRAD_OP",

@@ -33,6 +33,7 @@ from fsdp_inspect.report.simulation import answer_simulation
 from fsdp_inspect.simulation.changes import wrap
 from fsdp_inspect.simulation.memory import Held
 from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.trace.plan import Fsdp1Settings, UnitPlan
 from tests.app.conftest import start_app
 from tests.app.test_pages import SAMPLES, codes_of, read
 
@@ -247,3 +248,12 @@ def test_commands_quote_what_a_shell_would_obey(knobs):
     assert shlex.split(command) == [
         "fsdp-inspect", "simulate", "runs/a b; rm -rf x", "--wrap", "root",
     ]  # fmt: skip
+
+
+def test_the_knobs_of_fsdp1_have_its_own_settings() -> None:
+    units = tuple(UnitPlan(modules=(name,)) for name in ("", "layers.0", "layers.1"))
+    knobs = {knob.name: knob for knob in knobs_of_units(Plan(units=units, fsdp1=Fsdp1Settings()))}
+    assert knobs["backward_prefetch"].options == ("BACKWARD_PRE", "BACKWARD_POST", "none")
+    assert knobs["backward_prefetch"].read("none") == "none"
+    assert knobs["forward_prefetch"].options == ("0", "1")
+    assert knobs["wrap"].options == ("root", "block", "split")

@@ -98,4 +98,5 @@ def test_advise_shows_the_move_and_writes_its_plan(folder: Path, tmp_path: Path)
     assert (ended.returncode, "2 settings have no counterpart" in ended.stdout) == (0, True)
     assert "FSDP2 pads each parameter" in " ".join(ended.stdout.split())
     assert "Wrote the plan for FSDP2" in ended.stderr
-    assert Plan.load(plan) == opened(folder, "full_shard")[2].plan
+    assert Plan.load(tmp_path / "plan.fsdp2.toml") == opened(folder, "full_shard")[2].plan
+    assert Plan.load(plan).fsdp1 is not None

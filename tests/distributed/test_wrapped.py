@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.simulation.recorded import measure_work, observed_plan
+from fsdp_inspect.simulation.simulate import simulate_plan
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
@@ -88,7 +91,7 @@ def test_the_training_is_unchanged_and_its_recording_complete(
     assert run.status is RunStatus.COMPLETE
     assert [record.num_steps for record in run.ranks] == [STEPS] * run.manifest.world_size
     assert run.manifest.sharder == name.partition("_")[0]
-    assert run.manifest.plan == {}
+    assert ("fsdp1" in run.manifest.plan) == (run.manifest.sharder == FSDP1)
 
 
 def test_messages_that_threads_of_gloo_free_do_not_block_the_training(
@@ -98,6 +101,29 @@ def test_messages_that_threads_of_gloo_free_do_not_block_the_training(
     run_ranks(DRIVER.with_name("hooked_ddp.py"), tmp_path / "run", num_ranks=3)
     run = open_run(tmp_path / "run")
     assert [record.num_steps for record in run.ranks] == [hooked_ddp.STEPS] * 3
+
+
+@pytest.mark.parametrize("name", mark_others(FSDP1_SCENARIOS, QUICK))
+def test_a_simulation_of_fsdp1_is_the_recorded_step_or_refused(
+    recorded: Recorded, name: str
+) -> None:
+    """The identity law: the time within 0.5%, and every byte."""
+    run = recorded.run(name)
+    reasons = {"fsdp1_no_shard": "are replicated", "fsdp1_offload": "FSDP1 offloads"}
+    if name in reasons:
+        with pytest.raises(MissingDataError, match=reasons[name]):
+            measure_work(run)
+        return
+    simulation = simulate_plan(run, observed_plan(run))
+    assert simulation.step_time_ns == pytest.approx(simulation.recorded_step_ns, rel=0.005)
+    units = {unit.fqn: unit for unit in run.manifest.units}
+    for unit in simulation.predicted.event_units:
+        known = units[unit.fqn]
+        assert (unit.unsharded_bytes, unit.sharded_bytes, unit.reduce_bytes) == (
+            known.unsharded_bytes,
+            known.sharded_bytes,
+            known.reduce_bytes,
+        )
 
 
 # --- counts and bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,7 @@ def fsdp1_on(device: Any, *, gather_ns: int, scatter_ns: int) -> Iterator[None]:
         device.transfer("all_gather", "", gather_ns)
         return gather(handle, output)
 
+    @functools.wraps(scatter)  # the recorder reads its signature
     def timed_scatter(*args: Any, **kwargs: Any) -> Any:
         device.transfer("reduce_scatter", "", scatter_ns)
         return scatter(*args, **kwargs)

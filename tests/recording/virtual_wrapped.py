@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_inspect.recording.clocks import CudaClock
@@ -24,12 +25,20 @@ NUM_STEPS = 4
 class Recorded:
     """The events of a few recorded steps, and the true times of the last one."""
 
-    def __init__(self, device: VirtualDevice, model: nn.Module) -> None:
+    def __init__(
+        self,
+        device: VirtualDevice,
+        model: nn.Module,
+        *,
+        microbatches: int = 1,
+        skips_reduction: bool = False,
+    ) -> None:
+        """With `skips_reduction`, only the last microbatch reduces gradients."""
         self.device = device
         self.sharder = sharder = find_sharder(model)
         rows: list[tuple[int, ...]] = []
         groups = ProcessGroups()
-        groups.find(dist.group.WORLD, "shard")  # as the recorder finds the groups of units
+        sharder.register_groups(groups)
         session = Session(CudaClock(device), rows.append, groups)
         probe = MemoryProbe(session, lambda row: None, None)
         instruments = Instruments(session, sharder, probe, None, lambda optimizer: None)
@@ -38,11 +47,15 @@ class Recorded:
         for _ in range(NUM_STEPS):
             device.now_ns = max(device.now_ns, device.compute.free_ns)
             device.log.clear()
-            model(inputs).sum().backward()
+            for number in range(microbatches):
+                is_skipped = skips_reduction and number < microbatches - 1
+                with model.no_sync() if is_skipped else contextlib.nullcontext():
+                    model(inputs).sum().backward()
             model.zero_grad()
             session.end_step()
             instruments.end_step()
         self.units = [handle.name for handle in sharder.units]
+        self.groups = groups
         instruments.detach()
         assert session.journal.settle(60.0) == 0
         assert session.active, session.problems

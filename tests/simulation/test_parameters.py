@@ -5,6 +5,7 @@ import pytest
 from fsdp_inspect.simulation.parameters import (
     NO_SHARE,
     Share,
+    flat_numel,
     is_inside,
     padded_numel,
     share_of,
@@ -69,3 +70,9 @@ def test_without_a_smaller_group_nothing_is_kept(reshard: bool | None):
 
 def test_a_unit_without_recorded_parameters_is_copied_at_once():
     assert share_of(unit(4), RANKS) == Share(kept=500, rise=500)
+
+
+@pytest.mark.parametrize(("alignment", "padded"), [(1, 8), (4, 12)])
+def test_a_flat_parameter_is_padded_as_a_whole(alignment: int, padded: int) -> None:
+    """4 ranks: 3 + 5 elements, without and with the alignment of `use_orig_params`."""
+    assert flat_numel([3, 5], 4, alignment) == padded

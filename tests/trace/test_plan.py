@@ -6,6 +6,7 @@ from fsdp_inspect.trace.plan import (
     SETTINGS,
     Accumulation,
     Checkpointing,
+    Fsdp1Settings,
     Plan,
     UnitPlan,
     check_reshard_sizes,
@@ -337,3 +338,41 @@ def test_the_part_of_a_plan_within_a_module_has_names_relative_to_it():
 def test_a_module_without_units_has_no_part_of_the_plan():
     with pytest.raises(PlanError, match="The plan has no unit in the module 'critic'"):
         Plan(units=[{"modules": ["actor"]}]).within("critic")
+
+
+FSDP1 = Plan(
+    units=units("", "layers.0", reshard_after_forward=None),
+    forward_prefetch=1,
+    fsdp1=Fsdp1Settings(backward_prefetch="BACKWARD_POST", limit_all_gathers=False),
+)
+
+
+def test_a_plan_of_fsdp1_is_written_and_read():
+    text = FSDP1.to_toml()
+    assert "[fsdp1]" in text
+    assert "fully_shard" not in text
+    assert Plan.from_toml(text) == FSDP1 == Plan.from_dict(FSDP1.to_dict())
+
+
+def test_a_plan_of_fsdp2_has_no_key_that_older_versions_reject():
+    assert "fsdp1" not in Plan(units=units("")).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"units": units("layers.0, layers.1")}, "wraps one module"),
+        (
+            {"units": units("layers.0", unshard_async_op=True)},
+            "unshard_async_op of unit",
+        ),
+        ({"units": units("", reshard_after_forward=True)}, "FSDP1 keeps the root"),
+        ({"units": units("layers.0", reshard_after_forward=2)}, "a part of the ranks"),
+        ({"forward_prefetch": 2}, "Expected 0 or 1"),
+        ({"backward_prefetch": 1}, r"backward_prefetch in \[fsdp1\]"),
+        ({"accumulation": Accumulation(microbatches=2, sync="all_reduce_last")}, "replicas"),
+    ],
+)
+def test_a_plan_of_fsdp1_has_only_settings_of_fsdp1(changes: dict[str, object], complaint: str):
+    with pytest.raises(PlanError, match=complaint):
+        FSDP1.with_values(**changes)

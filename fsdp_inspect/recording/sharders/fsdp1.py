@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_sharded_data_parallel as _wrapper_module
 
 from fsdp_inspect.errors import RecordingError
+from fsdp_inspect.recording.collectives import Communication
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.torch_api.fsdp1 import (
@@ -45,6 +46,7 @@ from fsdp_inspect.recording.torch_api.fsdp1 import (
     FlatParamHandle,
     find_flat_handles,
     has_begun_backward,
+    observe_flat_plan,
     runtime,
     schedule_of,
     training_state_of,
@@ -52,8 +54,9 @@ from fsdp_inspect.recording.torch_api.fsdp1 import (
 from fsdp_inspect.recording.torch_api.modules import original_class
 from fsdp_inspect.recording.unit_timing import Reductions, UnitTimer
 from fsdp_inspect.recording.units import dtype_name
-from fsdp_inspect.trace.codes import NO_UNIT, EventKind, MemoryPoint, Phase
-from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, MemoryPoint, Phase, Stream
+from fsdp_inspect.trace.plan import Plan
+from fsdp_inspect.trace.run import FLAT_PARAM, Unit
 from fsdp_inspect.trace.sharders import FSDP1
 
 if TYPE_CHECKING:
@@ -62,7 +65,10 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.units import ProcessGroups
 
 # Looked up once, because the hot path uses them; see `unit_timing`.
+_ALL_GATHER_COPY_IN = EventKind.ALL_GATHER_COPY_IN
 _REDUCE_SCATTER_COPY_IN = EventKind.REDUCE_SCATTER_COPY_IN
+_HOST_STREAM, _COPY_IN_STREAM = Stream.HOST, Stream.ALL_GATHER_COPY_IN
+_REDUCE_SCATTER_STREAM = Stream.REDUCE_SCATTER
 _BACKWARD_PHASE = Phase.BACKWARD
 _AFTER_UNSHARD = MemoryPoint.AFTER_UNSHARD
 
@@ -133,8 +139,12 @@ class Fsdp1(Sharder[FlatHandle]):
             replicate_group=groups.find(handle.replicate_group, "replicate"),
             is_root=handle.is_root,
             offload=handle.offloads_to_cpu,
-            recorded_by="flat_param",
+            recorded_by=FLAT_PARAM,
         )
+
+    def observe_plan(self, model: nn.Module) -> Plan:
+        """The plan of the wrappers."""
+        return observe_flat_plan(model, self.mesh())
 
     def settings(self) -> dict[str, str]:
         """The settings of the first wrapper; torch requires most of them to be equal."""
@@ -293,6 +303,8 @@ class FlatUnitTimer(UnitTimer):
         self.handle = handle.handle
         self.wrapper = handle.wrapper
         self._copies_before_gather = handle.copies_before_gather
+        self._asked_ns = 0
+        """The host's time when torch asked its limiter for the last all-gather."""
         self._need: Any = None
         """The time at which the compute stream began to wait for the all-gather; None: no wait."""
 
@@ -307,7 +319,7 @@ class FlatUnitTimer(UnitTimer):
 
         patches.set_attribute(handle, ALL_GATHER, recorded)
         for name, before, after in (
-            ("pre_unshard", self._before_pre_unshard, None),
+            ("pre_unshard", self._before_pre_unshard, self._after_pre_unshard),
             ("post_unshard", _nothing, self._after_post_unshard),
         ):
             wrapped = wrap_call(getattr(handle, name), before, after, session)
@@ -316,13 +328,35 @@ class FlatUnitTimer(UnitTimer):
     # --- unshard
 
     def _before_pre_unshard(self, *more: Any, **named: Any) -> None:
-        is_seen = self._session.detail and self._copies_before_gather
+        session = self._session
+        # On a device, torch's limiter may hold the host between this moment and the all-gather.
+        is_seen = session.detail and (self._copies_before_gather or not session.on_host)
         if not (is_seen and self.handle.needs_unshard()):
             return
         if self._copy_in is not None:  # no all-gather followed
             self._clock.release(self._copy_in[0])
-        stream = self._clock.current_stream()
-        self._copy_in = (self._clock.mark(), stream)
+        self._copy_in = (self._clock.mark(), None)
+
+    def _after_pre_unshard(self, token: None, result: bool) -> None:
+        if self._copy_in is not None and self._copy_in[1] is None:
+            self._copy_in = (self._copy_in[0], self._clock.mark())
+            self._asked_ns = self._clock.host_now()
+
+    def _add_copy_in(self, gather: Communication, start: Any, end: Any) -> None:
+        """Write the work before the all-gather just issued, which may be empty.
+
+        Its issue is the moment at which the host has issued it, before the limiter.
+        """
+        self._session.add(
+            _ALL_GATHER_COPY_IN,
+            start,
+            end,
+            unit=self.index,
+            issued_by=gather.issued_by,
+            stream=_HOST_STREAM if self._session.on_host else _COPY_IN_STREAM,
+            collective=gather.identity,
+            issue_ns=self._asked_ns,
+        )
 
     def _after_post_unshard(self, token: None, result: None) -> None:
         """Called after the unshard is issued."""
@@ -393,7 +427,14 @@ class FlatUnitTimer(UnitTimer):
         session, is_copy = self._session, message is not gradient
         if is_copy:
             end = self._clock.mark()
-            session.add(_REDUCE_SCATTER_COPY_IN, start, end, unit=self.index, phase=_BACKWARD_PHASE)
+            session.add(
+                _REDUCE_SCATTER_COPY_IN,
+                start,
+                end,
+                unit=self.index,
+                phase=_BACKWARD_PHASE,
+                stream=_HOST_STREAM if session.on_host else _REDUCE_SCATTER_STREAM,
+            )
         else:
             self._clock.release(start)
         if session.watches_memory:

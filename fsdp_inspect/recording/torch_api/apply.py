@@ -65,6 +65,11 @@ def apply_plan(
             already sharded. The model is unchanged.
     """
     modules = modules_by_name(model)
+    if plan.fsdp1 is not None:
+        raise PlanError(
+            "The plan is one of FSDP1 (FullyShardedDataParallel). Expected a plan of fully_shard. "
+            "Pass its settings to FullyShardedDataParallel, or remove [fsdp1] from the plan."
+        )
     _refuse_sharded(model)
     resolved = plan.resolve(modules)
     _refuse_containers(resolved, modules)

@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import (
@@ -32,8 +33,10 @@ from torch.distributed.fsdp._flat_param import (
     HandleShardingStrategy,
 )
 
+from fsdp_inspect.recording.torch_api.checkpointing import observe_checkpointing
 from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 from fsdp_inspect.trace.codes import MemoryCategory
+from fsdp_inspect.trace.plan import Fsdp1Settings, Plan, UnitPlan
 
 __all__ = ["FlatParamHandle", "runtime"]
 
@@ -318,6 +321,55 @@ def find_flat_handles(model: nn.Module) -> list[FlatHandle]:
         for name, wrapper in wrappers
         if wrapper._handle is not None
     ]
+
+
+def observe_flat_plan(model: nn.Module, mesh: dict[str, int]) -> Plan:
+    """The plan of a model's wrappers, with a root that owns no parameters.
+
+    Args:
+        model: A model with `FullyShardedDataParallel`.
+        mesh: The sizes of `replicate` and `shard`.
+    """
+    handles = find_flat_handles(model)
+    units = [_observe_unit(handle) for handle in handles]
+    first = handles[0]
+    wrapper: Any = first.wrapper
+    prefetch = wrapper.backward_prefetch
+    empty = [
+        strip_wrappers(name)
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel) and module._handle is None
+    ]
+    units += [UnitPlan.model_validate({"modules": (name,), "mesh": {}}) for name in empty]
+    return Plan(
+        units=tuple(units),
+        world_size=dist.get_world_size() if dist.is_initialized() else None,
+        mesh=mesh,
+        forward_prefetch=int(bool(wrapper.forward_prefetch)),
+        fsdp1=Fsdp1Settings(
+            backward_prefetch="none" if prefetch is None else prefetch.name,
+            limit_all_gathers=bool(wrapper.limit_all_gathers),
+            use_orig_params=first.uses_original_parameters,
+        ),
+        checkpointing=observe_checkpointing(model),
+    )
+
+
+def _observe_unit(handle: FlatHandle) -> UnitPlan:
+    """The wrapper of a unit; torch frees the root after backward only (`_post_forward_reshard`)."""
+    keeps = handle.handle._sharding_strategy not in RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
+    dtypes = handle.original_dtype, handle.param_dtype, handle.reduce_dtype
+    stored, computed, reduced = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return UnitPlan.model_validate(
+        {
+            "modules": handle.fqns,
+            "reshard_after_forward": None if handle.is_root and not keeps else not keeps,
+            "param_dtype": computed if computed != stored else None,
+            "reduce_dtype": reduced if reduced != computed else None,
+            "offload": "cpu" if handle.offloads_to_cpu else "none",
+            "mesh": {},
+        }
+    )
 
 
 def schedule_of(wrapper: FullyShardedDataParallel) -> object:

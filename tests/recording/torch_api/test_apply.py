@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.apply import apply_plan
-from fsdp_inspect.trace.plan import Plan, UnitPlan
+from fsdp_inspect.trace.plan import Fsdp1Settings, Plan, UnitPlan
 
 BLOCKS = Plan.from_dict(
     {
@@ -147,3 +147,9 @@ def test_risks_and_notes_are_warnings(fake_world_of_4, decoder):
 def test_checkpointing_the_model_itself_is_refused(fake_world_of_4, decoder):
     plan = Plan.from_dict({"units": [{"modules": [""]}], "checkpointing": {"full": [""]}})
     assert "Checkpointing contains the module ''" in refusal(decoder, plan)
+
+
+def test_a_plan_of_fsdp1_is_not_applied(fake_world_of_4, decoder):
+    plan = BLOCKS.model_copy(update={"units": BLOCKS.units[:2], "fsdp1": Fsdp1Settings()})
+    with pytest.raises(PlanError, match=r"one of FSDP1.*Expected a plan of fully_shard"):
+        apply_plan(decoder, plan)

@@ -68,7 +68,6 @@ ENTRIES = (
             scalars=frozenset({"loss", "grad_norm", "learning_rate", "eval_loss"}),
             script="fsdp_option",
             arguments=(str(version),),
-            is_simulated=version == 2,
         )
         for version, sharder in ((1, "`FullyShardedDataParallel`"), (2, "`fully_shard`"))
     ),
@@ -83,7 +82,6 @@ ENTRIES = (
             scalars=frozenset({"loss"}),
             script="accelerate",
             arguments=(str(version),),
-            is_simulated=version == 2,
         )
         for version in (2, 1)
     ),
@@ -105,7 +103,6 @@ ENTRIES = (
         scalars=frozenset({"loss"}),
         script="lightning",
         arguments=("fsdp1",),
-        is_simulated=False,
     ),
     Entry(
         "torchtitan",
