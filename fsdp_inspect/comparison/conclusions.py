@@ -33,6 +33,8 @@ from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.comparison.sides import MeasuredRun
 from fsdp_inspect.formatting import (
     format_bytes,
+    format_category,
+    format_cause,
     format_ns,
     format_ratio,
     format_signed,
@@ -293,8 +295,7 @@ def _phrase_cause(causes: Sequence[PartComparison], other: int, change: int) -> 
     ]
     if changes:
         most, name = max(changes, key=lambda pair: abs(pair[0]))
-        cause = name.replace("_", " ")
-        yield f"The cause of waits that changes most is {cause}: {_signed_ns(most)}."
+        yield f"The cause of waits that changes most is {format_cause(name)}: {_signed_ns(most)}."
 
 
 def _find_mover(
@@ -346,7 +347,7 @@ def _phrase_memory(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
     more = "higher" if after > before else "lower"
     peak_change = f"Peak allocated is {format_bytes(abs(after - before))} {more}"
     changes = [
-        (row.category.replace("_", " "), change)
+        (format_category(row.category), change)
         for row in evidence.memory
         if (change := row.changes[other - 1])
     ]

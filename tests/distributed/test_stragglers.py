@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
+from fsdp_inspect.analysis.rank_waits import measure_rank_waits
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.store.merging import merge_runs
 from fsdp_inspect.store.reader import StoredRun, open_run
@@ -36,6 +37,13 @@ def test_the_rank_that_sleeps_is_found_and_costs_its_sleep(run: StoredRun) -> No
     slept_ns = NUM_BLOCKS * SLEEP_S * 1e9
     assert ranks.replay is not None
     assert 0.5 * slept_ns < ranks.straggler.cost_ns < ranks.replay.recorded_ns
+
+
+def test_the_waits_that_are_shown_are_those_for_the_rank_that_sleeps(run: StoredRun) -> None:
+    exposed = measure_rank_waits(run).exposed
+    assert exposed is not None
+    assert exposed.rank == 0
+    assert exposed.causes_ns["straggler"] > 0.5 * NUM_BLOCKS * SLEEP_S * 1e9
 
 
 def test_the_replay_gives_the_recorded_step_exactly(run: StoredRun) -> None:

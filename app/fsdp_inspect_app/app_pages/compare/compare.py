@@ -12,7 +12,7 @@ from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import find_shared_settings
 from fsdp_inspect.comparison.sides import label_of
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import format_category, format_ns, format_ratio
+from fsdp_inspect.formatting import format_category, format_cause, format_ns, format_ratio
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.html import ComparisonContents, render_comparison_page
 from fsdp_inspect.report.wording import describe_provenance
@@ -386,7 +386,7 @@ def _show_part_changes(comparison: Comparison, other: int) -> None:
                     "cause",
                     "ms",
                     (
-                        (row.name.replace("_", " "), row.values_ns, row.changes_ns)
+                        (format_cause(row.name), row.values_ns, row.changes_ns)
                         for row in comparison.causes
                     ),
                     labels,

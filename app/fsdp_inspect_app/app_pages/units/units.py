@@ -67,9 +67,7 @@ def _pick_unit(units: Sequence[UnitCost]) -> UnitCost | None:
 
 def _show_bars(run: Run, summary: Summary) -> None:
     show = partial(st.segmented_control, required=True)
-    measures = [*UNIT_MEASURES]
-    if all(unit.forward_ns is None for unit in summary.units):
-        measures.remove("compute")  # buckets and imports have no passes
+    measures = [name for name in UNIT_MEASURES if name != "compute" or _have_passes(summary)]
     measure = pick("Measure", measures, "exposed", name=_MEASURE_KEY, show=show)
     note = f"{_describe_numbers(summary)} Click a bar to open its unit."
     chart = draw_units(summary.units, measure=measure)
@@ -97,11 +95,15 @@ def _describe_numbers(summary: Summary) -> str:
         summary.provenance, "all_gather", "reduce_scatter", "forward", "backward"
     )
     nested = "Forward and backward include nested units and the waits for them. "
-    if all(unit.forward_ns is None for unit in summary.units):
-        nested = ""
     return (
-        f"In order of execution. Typical step of rank {summary.median_rank}. {nested}{provenance}"
+        f"In order of execution. Typical step of rank {summary.median_rank}. "
+        f"{nested if _have_passes(summary) else ''}{provenance}"
     )
+
+
+def _have_passes(summary: Summary) -> bool:
+    """Whether the times of passes of units are known: buckets and imports have none."""
+    return any(unit.forward_ns is not None for unit in summary.units)
 
 
 def _show_table(summary: Summary) -> None:
