@@ -466,10 +466,10 @@ def measure_host_pace(events: EventTable, *, is_limited: bool = False) -> HostPa
     """
     repeated = (events.flags & EventFlag.RECOMPUTE) != 0
     events = events.where((events.phase != Phase.EVALUATION) & ~repeated)
-    held = _held_by_limiter(events) if is_limited else None
     forward, backward, gather = (defaultdict[int, list[int]](list) for _ in range(3))
     for _, in_step in positions_by_value(events.step):
         of_step = events.where(in_step)
+        held = _held_by_limiter(of_step) if is_limited else None
         for _, in_microbatch in positions_by_value(of_step.microbatch):
             rows = of_step.where(in_microbatch)
             gathers = list(_gathers_after_reductions(rows))

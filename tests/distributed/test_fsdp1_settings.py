@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_inspect.analysis.plan_check.check import check_plan
+from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.run import Run, open_run
 from fsdp_inspect.simulation.simulate import Simulation
@@ -78,7 +79,10 @@ def test_a_prediction_is_what_a_run_of_the_setting_measures(
     run, other = open_run(folder / before), open_run(folder / after)
     simulation = run.simulate(**PREDICTED[before, after])
     bytes_of(simulation, other)
-    assert simulation.low_ns <= other.simulate().recorded_step_ns <= simulation.high_ns
+    # Two runs of one plan differ by up to 10% (`verify`), and a busy machine slows one of them.
+    noise_ns = PROCESS_NOISE_RATIO * simulation.recorded_step_ns
+    low_ns, high_ns = simulation.low_ns - noise_ns, simulation.high_ns + noise_ns
+    assert low_ns <= other.simulate().recorded_step_ns <= high_ns
     # A busy machine makes gloo free its copy of a reduce-scatter's input later, on either rank.
     predicted, measured = (
         [peak_of(one.simulate(rank=rank, **changes)) for rank in (0, 1)]
