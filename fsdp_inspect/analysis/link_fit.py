@@ -141,6 +141,8 @@ class _Sample:
         """Return the reason why these messages give no latency; None if they give one."""
         smallest, largest = (format_bytes(each) for each in (full_bytes.min(), full_bytes.max()))
         if self.sizes.min() == self.sizes.max():
+            if len(self.sizes) == 1:
+                return f"There is one message only, of {smallest}."
             return f"All {len(self.sizes)} messages have the same size, {smallest}."
         if self.sizes.max() < MIN_SIZE_RATIO * self.sizes.min():
             return (

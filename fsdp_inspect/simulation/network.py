@@ -286,9 +286,12 @@ def _assume_latency(name: str, line: CostLine, bounds: LineBounds) -> str:
             for each in (bounds.least_latency, line, bounds.most_latency)
         )
         extent = f"between {slowest} and {fastest}" if fastest else f"at least {slowest}"
+        if not slowest:
+            extent = "because this latency alone takes as long as the recorded messages"
         return (
-            f"The bandwidth of {name} is unknown, {extent}. {why} The prediction uses {used}, and "
-            "its interval covers both ends. Set the bandwidth too (--bandwidth)."
+            f"The bandwidth of {name} is unknown, {extent}. {why} The prediction uses "
+            f"{used or 'no limit'}, and its interval covers both ends. Set the bandwidth too "
+            "(--bandwidth)."
         )
     if line.source:
         latency = format_ns(line.latency_ns)

@@ -102,7 +102,7 @@ def test_a_latency_of_the_user_leaves_an_unknown_bandwidth_between_its_bounds():
     for pace, transfer_ns in ((Pace.FAST, 0), (Pace.TYPICAL, 5 * MS), (Pace.SLOW, 10 * MS)):
         assert line.at(pace).duration_ns(4000, FACTOR) == transfer_ns + MS
     [stated] = unknown_latencies(network)
-    assert stated.startswith("The bandwidth of all-gather is unknown, at least 300 kB/s. All 1 mes")
+    assert stated.startswith("The bandwidth of all-gather is unknown, at least 300 kB/s. There is one")
     assert "The prediction uses 600 kB/s" in stated
 
 
@@ -180,7 +180,7 @@ def test_a_probe_that_scatters_too_much_says_so_and_leaves_the_latency_unknown()
     assert gather_line(network).bounds == gather_line(network_of((4000, 10 * MS))).bounds
     [assumption] = unknown_latencies(network)
     assert assumption.startswith(
-        "The latency of all-gather is unknown, between 0 ns and 10.0 ms. All 1 mess"
+        "The latency of all-gather is unknown, between 0 ns and 10.0 ms. There is o"
     )
     assert "The network probe of the run does not show it either: The " in assumption
     assert "Run `python -m fsdp_inspect.probe` again while the machines are idle." in assumption
