@@ -102,7 +102,9 @@ def test_a_latency_of_the_user_leaves_an_unknown_bandwidth_between_its_bounds():
     for pace, transfer_ns in ((Pace.FAST, 0), (Pace.TYPICAL, 5 * MS), (Pace.SLOW, 10 * MS)):
         assert line.at(pace).duration_ns(4000, FACTOR) == transfer_ns + MS
     [stated] = unknown_latencies(network)
-    assert stated.startswith("The bandwidth of all-gather is unknown, at least 300 kB/s. There is one")
+    assert stated.startswith(
+        "The bandwidth of all-gather is unknown, at least 300 kB/s. There is one"
+    )
     assert "The prediction uses 600 kB/s" in stated
 
 
