@@ -733,3 +733,13 @@ def test_a_rank_far_from_its_gpu_is_named():
 def test_a_host_bound_step_names_the_lines_that_read():
     verdict = words_of(host_bound_ns=20 * MS, reads=(stop(is_cost=False),))
     assert any(".item() at train.py:42 (2,000 a step)" in step for step in verdict.next_steps)
+
+
+def test_a_cost_beside_the_limit_is_named_with_its_remedy():
+    verdict = give_verdict(facts(exposed_ns=40 * MS, between_ns=20 * MS))
+    assert verdict.limit is Limit.COMMUNICATION
+    assert verdict.next_steps[-1].startswith("Checkpoints or evaluation take 16.7% of the time. ")
+    alone = give_verdict(facts(exposed_ns=40 * MS, between_ns=5 * MS))
+    assert not any("Checkpoints" in step for step in alone.next_steps)
+    starved = facts(exposed_ns=40 * MS, between_ns=20 * MS, trust=without_cores(0.3))
+    assert not any("Checkpoints" in step for step in give_verdict(starved).next_steps)

@@ -363,6 +363,10 @@ OF_WAITS = frozenset(
 """Limits that are waits for communication."""
 _OF_CORES = frozenset({Limit.HOST, Limit.COMMUNICATION, Limit.OTHER})
 """Limits that a missing core may cause."""
+_BESIDE = frozenset(
+    {Limit.INPUT, Limit.COLLECTION, Limit.HOST_STOP, Limit.BETWEEN, Limit.RECOMPUTE}
+)
+"""Costs with a remedy of their own, whatever the limit is."""
 _BEFORE_COMMUNICATION = frozenset({Limit.HOST, Limit.STRAGGLER, Limit.SLOW_GROUP})
 """Limits of which a long wait for communication is a symptom."""
 
@@ -373,6 +377,23 @@ def find_limit(facts: StepFacts) -> Limit:
         return Limit.MEMORY
     if _creeps(facts):
         return Limit.MEMORY_CREEP
+    named = _find_named(facts)
+    limit = max(named, key=lambda limit: named[limit], default=_compute(facts))
+    is_communication = limit in (Limit.COMMUNICATION, Limit.FIRST_GATHER)
+    return _part_of_communication(facts, limit) if is_communication else limit
+
+
+def find_cost_beside(facts: StepFacts, limit: Limit) -> Limit | None:
+    """The largest cost besides the limit that has a remedy of its own; None: none is large."""
+    named = _find_named(facts)
+    if limit in (Limit.MEMORY, Limit.MEMORY_CREEP) or Limit.CORES in named:
+        return None
+    beside = {each: share for each, share in named.items() if each in _BESIDE - {limit}}
+    return max(beside, key=lambda each: beside[each], default=None)
+
+
+def _find_named(facts: StepFacts) -> dict[Limit, float]:
+    """The limits above their thresholds, with their ratios; without symptoms of others."""
     late = facts.straggler.cost_ns if facts.straggler else 0
     group = facts.slow_group.cost_ns if facts.slow_group else 0
     first = facts.first_gather.exposed_ns if facts.first_gather else 0
@@ -404,9 +425,7 @@ def find_limit(facts: StepFacts) -> Limit:
         named = {limit: share for limit, share in named.items() if limit not in _OF_CORES}
     if not named.keys().isdisjoint(_BEFORE_COMMUNICATION):
         named.pop(Limit.COMMUNICATION, None)
-    limit = max(named, key=lambda limit: named[limit], default=_compute(facts))
-    is_communication = limit in (Limit.COMMUNICATION, Limit.FIRST_GATHER)
-    return _part_of_communication(facts, limit) if is_communication else limit
+    return named
 
 
 def _compute(facts: StepFacts) -> Limit:

@@ -16,6 +16,7 @@ from fsdp_inspect.analysis.verdict.facts import (
     SlowGroup,
     StepFacts,
     Straggler,
+    find_cost_beside,
 )
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import (
@@ -81,6 +82,9 @@ def phrase_limit(limit: Limit, facts: StepFacts) -> Words:
     if facts.contradiction and limit is not Limit.BACKWARD_ORDER:
         first = f"First find out why the plan check fails. {facts.contradiction}"
         next_steps = (first, *next_steps)
+    if beside := find_cost_beside(facts, limit):
+        also, *_, remedies = _WORDS[beside](facts)
+        next_steps = (*next_steps, f"{also} {remedies[0]}")
     return sentence, because, why, next_steps
 
 
