@@ -21,7 +21,12 @@ from fsdp_inspect.analysis.memory.sharding_worth import (
     describe_replication_saving,
 )
 from fsdp_inspect.analysis.verdict import COMPARE_PLANS, STRAGGLER_RATIO, Limit
-from fsdp_inspect.analysis.verdict.facts import HOST_RATIO, INPUT_RATIO
+from fsdp_inspect.analysis.verdict.facts import (
+    BETWEEN_RATIO,
+    COLLECTION_RATIO,
+    HOST_RATIO,
+    INPUT_RATIO,
+)
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
@@ -62,6 +67,7 @@ _COSTS = {
     Limit.INPUT: "data_ns",
     Limit.COLLECTION: "garbage_collection_ns",
     Limit.HOST_STOP: "host_stop_ns",
+    Limit.BETWEEN: "between_steps_ns",
     Limit.BACKWARD_ORDER: "backward_order_ns",
     Limit.COMMUNICATION: "exposed_other_ns",
 }
@@ -207,6 +213,11 @@ def _also(evidence: Evidence) -> Iterator[Finding]:
          "Reduce the host's work: torch.compile, a larger microbatch, or fewer units."),
         (Limit.INPUT, INPUT_RATIO, "Waiting for the next batch takes",
          "Load batches ahead of the step: more loader workers, prefetching or pinned memory."),
+        (Limit.COLLECTION, COLLECTION_RATIO, "Python's garbage collection takes",
+         "Call gc.freeze() after the model is built, then gc.disable()."),
+        (Limit.BETWEEN, BETWEEN_RATIO, "Checkpoints or evaluation before each step take",
+         "Save or evaluate less often, or in the background "
+         "(torch.distributed.checkpoint.async_save)."),
     )  # fmt: skip
     for limit, least, words, do in known:
         name = _COSTS[limit]

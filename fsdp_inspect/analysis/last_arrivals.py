@@ -45,6 +45,18 @@ def find_last_arrivals(
     return _describe(alignment, len(run.ranks)), arrivals
 
 
+def measure_lateness(run: RunSource, rank: int, collectives: EventTable) -> float:
+    """The part of the time of a rank's collectives in which it waits for ranks that arrive later.
+
+    The transfer of a collective is its shortest duration over the ranks. 0 if none is known.
+    """
+    transfers = read_transfers(run, rank, collectives)
+    is_known = transfers >= 0
+    durations = (collectives.end_ns - collectives.start_ns)[is_known]
+    waits = np.maximum(durations - transfers[is_known], 0)
+    return float(waits.sum() / durations.sum()) if durations.sum() else 0.0
+
+
 def read_transfers(run: RunSource, rank: int, collectives: EventTable) -> NDArray[np.int64]:
     """Read the transfer time of a rank's collectives: the shortest duration over the ranks.
 

@@ -67,6 +67,7 @@ from fsdp_inspect.simulation.network import (
     Pace,
     fit_network,
     known_lines,
+    measure_own_lateness,
     unknown_latencies,
 )
 from fsdp_inspect.simulation.recorded import with_own_turns
@@ -405,7 +406,10 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
                 "a parameter is larger than a bucket, and DeepSpeed reduces it in several messages"
             )
         raise MissingDataError(_refuse(run, why))
-    network = fit_network(events, manifest.process_groups, known_lines(run))
+    network = replace(
+        fit_network(events, manifest.process_groups, known_lines(run)),
+        late_ratio=measure_own_lateness(run, member.rank, events),
+    )
     if EventKind.ALL_REDUCE not in network.lines:
         raise MissingDataError(_refuse(run, "no all-reduce of a bucket was timed"))
     waits = _of_buckets(events, EventKind.ALL_REDUCE_WAIT)

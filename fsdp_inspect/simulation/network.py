@@ -21,9 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fsdp_inspect.analysis.last_arrivals import measure_lateness
 from fsdp_inspect.analysis.link_fit import LinkFit, fit_link
-from fsdp_inspect.formatting import format_bytes_per_s, format_ns
-from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
+from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.formatting import format_bytes_per_s, format_ns, format_ratio
+from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import (
     ProcessGroup,
@@ -164,6 +166,10 @@ class NodeLink:
     latency_ns: float | None = None
 
 
+_MOST_LATE = 0.5
+"""With more waiting for late ranks in the recorded durations, no other network is predicted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """The cost lines of a run's collectives."""
@@ -174,6 +180,8 @@ class Network:
     smaller: Mapping[int, CostLine] = field(default_factory=dict)
     """Cost lines of all-gathers in groups smaller than the shard group, by number of ranks."""
     node: Node = UNKNOWN_NODE
+    late_ratio: float = 0.0
+    """The part of the recorded durations that is waiting for ranks that arrive later."""
 
     def duration_ns(self, kind: EventKind, message_bytes: int, num_ranks: int) -> int | None:
         """Duration of a collective; None if the run has no collective of that kind."""
@@ -227,11 +235,19 @@ class Network:
         values, unless `change_node` set others.
 
         Raises:
+            MissingDataError: Most of the recorded durations is waiting for late ranks, in which the
+                network has no part.
             ValueError: The bandwidth is not above 0, or the latency is below 0.
         """
         _check(bus_bytes_per_s, latency_ns)
         if bus_bytes_per_s is None and latency_ns is None:
             return self
+        if self.late_ratio > _MOST_LATE:
+            raise MissingDataError(
+                f"Another network cannot be predicted: {format_ratio(self.late_ratio)} of the time "
+                "of the recorded collectives is waiting for ranks that arrive later. Expected "
+                "ranks that arrive together. `fsdp-inspect show RUN ranks` names the late rank."
+            )
         lines = {
             kind: each.changed(bus_bytes_per_s, latency_ns) for kind, each in self.lines.items()
         }
@@ -317,6 +333,16 @@ def _check(bus_bytes_per_s: float | None, latency_ns: float | None) -> None:
 KnownLine = Callable[[EventKind, Sequence[int]], CostLine | None]
 """The line of a kind of collective in a group, by its ranks, from another source than the run's
 own collectives; None: unknown. If its fit has a refusal, the source has no latency either."""
+
+
+_LATENESS_STEPS = 4
+
+
+def measure_own_lateness(run: RunSource, rank: int, events: EventTable) -> float:
+    """`measure_lateness` of FSDP's own collectives, or of buckets, in some of the steps."""
+    some = np.unique(events.step)[:_LATENESS_STEPS]
+    is_own = np.isin(events.kind, [int(kind) for kind in COLLECTIVES]) & (events.unit != NO_UNIT)
+    return measure_lateness(run, rank, events.where(is_own & np.isin(events.step, some)))
 
 
 def fit_network(

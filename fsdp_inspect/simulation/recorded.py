@@ -29,7 +29,13 @@ from fsdp_inspect.analysis.trust import MAX_REPLAY_ERROR, Trust, measure_trust
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
-from fsdp_inspect.simulation.network import Network, find_node, fit_network, known_lines
+from fsdp_inspect.simulation.network import (
+    Network,
+    find_node,
+    fit_network,
+    known_lines,
+    measure_own_lateness,
+)
 from fsdp_inspect.simulation.parameters import is_flat, reduce_input_of
 from fsdp_inspect.simulation.policies import accumulation_of_passes, policies_of
 from fsdp_inspect.simulation.recorded_memory import grow_memory, measure_memory_work
@@ -561,7 +567,10 @@ class _Builder:
                 for one, before in zip(passes, memory.before_passes, strict=True)
             )
         groups = self._run.manifest.process_groups
-        network = fit_network(self._events, groups, known_lines(self._run))
+        network = replace(
+            fit_network(self._events, groups, known_lines(self._run)),
+            late_ratio=measure_own_lateness(self._run, self._rank, self._events),
+        )
         is_gloo = (
             self._execution is Execution.BLOCKING_HOST and "gloo" in self._run.manifest.backend
         )

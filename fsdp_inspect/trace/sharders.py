@@ -56,7 +56,7 @@ def _zero_of_stages_1_and_2(title: str) -> SharderTraits:
     return SharderTraits(
         title=title,
         why_not_simulated="It has buckets, and no plan of FSDP: `fsdp-inspect simulate RUN "
-        "--reduce-bucket-size 200000000` predicts other buckets.",
+        "--reduce-bucket-size 200000000` predicts other buckets, if its self-check holds.",
         units_have_passes=False,
         has_buckets=True,
         hide_single_unit="Lower reduce_bucket_size and set overlap_comm, so that the first "
@@ -93,7 +93,7 @@ _TRAITS = {
     DDP: SharderTraits(
         title="DDP",
         why_not_simulated="It has buckets, and no plan of FSDP: `fsdp-inspect simulate RUN "
-        "--bucket-cap 50` predicts other buckets.",
+        "--bucket-cap 10` predicts other buckets, if its self-check holds.",
         units_have_passes=False,
         has_buckets=True,
         hide_single_unit="Lower bucket_cap_mb, so that the first all-reduce begins earlier",

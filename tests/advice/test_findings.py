@@ -89,6 +89,12 @@ def test_a_straggler_comes_first_and_a_starved_input_beside_it_is_named_too():
     assert "Waiting for the next batch takes 12 ns" in found[1].sentence
 
 
+def test_checkpoints_beside_another_limit_are_named():
+    found = findings(replace(FACTS, straggler=STRAGGLER, between_ns=20))
+    assert found[0].rule == "R32"
+    assert "Checkpoints or evaluation before each step take 20 ns" in found[1].sentence
+
+
 def test_a_starved_host_is_the_first_finding():
     found = findings(replace(FACTS, host_bound_ns=30, compute_ns=65))
     assert rules(found) == ["R19"]

@@ -4,6 +4,7 @@ from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.analysis.last_arrivals import (
     MOST_RANKS_ALIGNED,
     find_last_arrivals,
+    measure_lateness,
     read_transfers,
 )
 from fsdp_inspect.analysis.step_selection import timed_rank
@@ -41,6 +42,13 @@ def test_ranks_of_one_machine_tell_who_arrived_last():
 def test_the_transfer_is_that_of_the_last_to_arrive():
     run = run_of([100, 400, 250])
     assert read_transfers(run, 0, collectives_of(run)).tolist() == [600]
+
+
+def test_lateness_is_the_part_of_a_duration_before_the_last_arrival():
+    run = run_of([100, 400, 250])
+    assert measure_lateness(run, 0, collectives_of(run)) == pytest.approx(300 / 900)
+    single = run_of([100])
+    assert measure_lateness(single, 0, collectives_of(single)) == 0
 
 
 def test_of_many_ranks_some_are_read_and_it_is_said():

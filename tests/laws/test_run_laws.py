@@ -129,8 +129,8 @@ def without_rank(row):
 @FEW_EXAMPLES
 @given(RANKS)
 def test_doubling_all_times_doubles_every_ns_and_no_ratio(ranks):
-    # Means are over at most 3 steps, and quantiles lie at tenths between two of them: with multiples
-    # of 30, none is rounded.
+    # Means are over at most 3 steps, and quantiles lie at tenths between two of them. With
+    # multiples of 30, none is rounded.
     single, double = (to_plain(measure_summary(build(ranks, scale=scale))) for scale in (30, 60))
     for before, after in zip(_collectives(single), _collectives(double), strict=True):
         duration, longer = before.pop("duration_ns"), after.pop("duration_ns")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,12 @@ from hypothesis import given, settings, strategies as st
 from fsdp_inspect.advice.run_advice import find_findings
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.report.simulation import render_buckets
-from fsdp_inspect.simulation.buckets import measure_buckets, predict_buckets
+from fsdp_inspect.simulation.buckets import (
+    BucketChanges,
+    change_buckets,
+    measure_buckets,
+    predict_buckets,
+)
 from fsdp_inspect.trace.codes import EventKind, Phase, Stream
 from fsdp_inspect.trace.run import ProcessGroup
 from tests.builders import MIB, InMemoryRun, RunBuilder, write_run
@@ -197,3 +203,12 @@ def test_a_size_that_torch_did_not_log_is_said_to_be_unknown(
     assert "nan" not in text
     found = json.loads(invoke("simulate", run, "--no-overlap", "--json").out)
     assert found["settings"]["size"] is None
+
+
+def test_no_other_network_is_predicted_from_waits_for_a_late_rank() -> None:
+    work = measure_buckets(run_of(assign(BLOCKS, 2.0)))
+    assert work.network.late_ratio == 0
+    late = replace(work, network=replace(work.network, late_ratio=0.9))
+    assert change_buckets(late, BucketChanges(bucket_cap_mb=1.0)).predicted.step_time_ns > 0
+    with pytest.raises(MissingDataError, match=r"90% of the time .* is waiting for ranks"):
+        change_buckets(late, BucketChanges(), bus_bytes_per_s=1e9)

@@ -696,7 +696,8 @@ def _changes_by_gain(facts: StepFacts) -> Iterator[tuple[int, str]]:
     if facts.is_unwrapped and (facts.has_gathers or sharder.keep_gathered is None):
         yield (
             facts.exposed_ns,
-            f"{sharder.hide_single_unit}: no compute hides the communication of a single unit.",
+            f"{sharder.hide_single_unit}: little compute hides the communication of a unit that is "
+            "most of the model.",
         )
     if sharder.keep_gathered and facts.backward_gathers_ns:
         yield (
