@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.clocks.alignment import Alignment, align_clocks, last_arrivals
 from fsdp_inspect.analysis.shared_collectives import find_transfers
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
@@ -48,9 +49,13 @@ def find_last_arrivals(
 def measure_lateness(run: RunSource, rank: int, collectives: EventTable) -> float:
     """The part of the time of a rank's collectives in which it waits for ranks that arrive later.
 
-    The transfer of a collective is its shortest duration over the ranks. 0 if none is known.
+    The transfer of a collective is its shortest duration over the ranks. 0 if none is known, also
+    because the file of a rank is unreadable.
     """
-    transfers = read_transfers(run, rank, collectives)
+    try:
+        transfers = read_transfers(run, rank, collectives)
+    except StoreError:
+        return 0.0
     is_known = transfers >= 0
     durations = (collectives.end_ns - collectives.start_ns)[is_known]
     waits = np.maximum(durations - transfers[is_known], 0)
