@@ -99,7 +99,7 @@ def find_host_calls(
     waits = launches.where(codes[launches.name] == _WAITS)
     waits = waits.where(np.argsort(waits.start_ns, kind="stable"))
     idle_ns, has_next = _idle_after(waits, launches.where(codes[launches.name] == _OTHERS), busy)
-    driver = find_driver_calls(trace, busy)
+    driver = _find_driver_calls(trace, codes, busy)
     lost_ns = driver.end_ns - driver.start_ns - busy.covered_ns(driver.start_ns, driver.end_ns)
     calls = join_columns([waits.where(has_next), driver])
     idle_ns = np.concatenate([idle_ns[has_next], lost_ns])
@@ -157,16 +157,16 @@ def _code_of(name: str) -> int:
     return next((int(kind) for kind, pattern in _DRIVER.items() if pattern.match(name)), _OTHERS)
 
 
-def find_driver_calls(trace: KinetoTrace, within: Intervals) -> EventColumns:
+def _find_driver_calls(trace: KinetoTrace, codes: Int64Array, within: Intervals) -> EventColumns:
     """The calls of the driver in order; one that begins a capture lasts until the capture ends.
 
     Args:
         trace: The trace.
+        codes: The code of each name of the trace.
         within: Calls are cut at its begin and its end.
     """
     if not len(within):
         return join_columns([])
-    codes = np.array([_code_of(name) for name in trace.names], dtype=np.int64)
     calls = join_columns([trace.events[Category.LAUNCH], trace.events[Category.OVERHEAD]])
     calls = _join_captures(calls.where(codes[calls.name] >= 0), trace.names)
     first_ns, last_ns = int(within.starts[0]), int(within.ends[-1])

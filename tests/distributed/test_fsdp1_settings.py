@@ -16,6 +16,7 @@ from fsdp_inspect.simulation.simulate import Simulation
 from fsdp_inspect.trace.plan import Plan
 from tests.conftest import Torchrun
 from tests.distributed.fsdp1_driver import SETTINGS
+from tests.distributed.simulated_bytes import expect_bytes_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -43,18 +44,6 @@ def run(request: pytest.FixtureRequest, folder: Path) -> Run:
     return open_run(folder / request.param)
 
 
-def bytes_of(simulation: Simulation, run: Run) -> None:
-    """Check that the units of a prediction have the bytes of the units of a run."""
-    units = {unit.fqn: unit for unit in run.manifest.units}
-    for unit in simulation.predicted.event_units:
-        known = units[unit.fqn]
-        assert (unit.unsharded_bytes, unit.sharded_bytes, unit.reduce_bytes) == (
-            known.unsharded_bytes,
-            known.sharded_bytes,
-            known.reduce_bytes,
-        )
-
-
 def peak_of(simulation: Simulation) -> int:
     """The predicted peak."""
     assert simulation.peak_bytes is not None, simulation.memory_refusal
@@ -64,7 +53,7 @@ def peak_of(simulation: Simulation) -> int:
 def test_a_simulation_without_a_change_is_the_recorded_step(run: Run) -> None:
     simulation = run.simulate()
     assert simulation.step_time_ns == pytest.approx(simulation.recorded_step_ns, rel=0.005)
-    bytes_of(simulation, run)
+    expect_bytes_of(simulation, run.manifest.units)
     assert check_plan(run.source).is_consistent
     if run.id == "forward_prefetch":  # the gradients of two units are recorded together
         assert "the simulated peak" in (simulation.memory_refusal or "")
@@ -78,7 +67,7 @@ def test_a_prediction_is_what_a_run_of_the_setting_measures(
 ) -> None:
     run, other = open_run(folder / before), open_run(folder / after)
     simulation = run.simulate(**PREDICTED[before, after])
-    bytes_of(simulation, other)
+    expect_bytes_of(simulation, other.manifest.units)
     # Two runs of one plan differ by up to 10% (`verify`), and a busy machine slows one of them.
     noise_ns = PROCESS_NOISE_RATIO * simulation.recorded_step_ns
     low_ns, high_ns = simulation.low_ns - noise_ns, simulation.high_ns + noise_ns

@@ -14,6 +14,7 @@ from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.trace.codes import EventKind
 from tests.conftest import Torchrun
 from tests.distributed.loop_driver import LOOPS
+from tests.distributed.simulated_bytes import expect_bytes_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -71,14 +72,7 @@ def test_a_simulation_without_a_change_is_the_recorded_step(emulated: Path, loop
     run = open_run(emulated / loop)
     simulation = run.simulate()
     assert simulation.step_time_ns == pytest.approx(simulation.recorded_step_ns, rel=0.005)
-    units = {unit.fqn: unit for unit in run.source.manifest.units}
-    for unit in simulation.predicted.event_units:
-        known = units[unit.fqn]
-        assert (unit.unsharded_bytes, unit.sharded_bytes, unit.reduce_bytes) == (
-            known.unsharded_bytes,
-            known.sharded_bytes,
-            known.reduce_bytes,
-        )
+    expect_bytes_of(simulation, run.source.manifest.units)
 
 
 def test_each_pass_has_the_collectives_that_ran(run: Run) -> None:

@@ -32,6 +32,7 @@ from tests.conftest import Torchrun
 from tests.distributed import hooked_ddp
 from tests.distributed.recorded import Recorded
 from tests.distributed.recorder_scenarios import STEPS
+from tests.distributed.simulated_bytes import expect_bytes_of
 from tests.distributed.wrapped_scenarios import SCENARIOS, num_ranks_of
 
 pytestmark = pytest.mark.distributed
@@ -116,14 +117,7 @@ def test_a_simulation_of_fsdp1_is_the_recorded_step_or_refused(
         return
     simulation = simulate_plan(run, observed_plan(run))
     assert simulation.step_time_ns == pytest.approx(simulation.recorded_step_ns, rel=0.005)
-    units = {unit.fqn: unit for unit in run.manifest.units}
-    for unit in simulation.predicted.event_units:
-        known = units[unit.fqn]
-        assert (unit.unsharded_bytes, unit.sharded_bytes, unit.reduce_bytes) == (
-            known.unsharded_bytes,
-            known.sharded_bytes,
-            known.reduce_bytes,
-        )
+    expect_bytes_of(simulation, run.manifest.units)
 
 
 # --- counts and bytes
