@@ -170,6 +170,21 @@ def format_cause(cause: str, *, in_list: bool = False) -> str:
     return cause.replace("_", " ")
 
 
+_CAUSES = {
+    "serialized": "queued behind another collective",
+    "straggler": "waiting for the last rank to arrive",
+    "floor": "the floor, which can be shortened but not hidden",
+    "blocking": "collectives block the host",
+    "late_issue": "issued too late",
+    "bandwidth": "limited by bandwidth",
+}
+
+
+def phrase_cause(cause: str) -> str:
+    """Format a cause for a sentence: `issued too late`."""
+    return _CAUSES[cause]
+
+
 def format_unit(fqn: str) -> str:
     """Format the name of a unit: the empty name of the root unit is shown as `(root)`."""
     return fqn or "(root)"

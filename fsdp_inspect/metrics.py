@@ -74,7 +74,7 @@ _ALL = (
         "floor",
         _NS,
         "the rest of the exposed time of the first all-gather of each forward and the last "
-        "reduction of each backward; no compute runs next to them, so no setting hides it",
+        "reduction of each backward; no compute runs next to them: it can be shortened, not hidden",
         Better.NEITHER,
     ),
     Metric("step_ratio", "share of the step", _RATIO, "time / step time"),

@@ -169,12 +169,16 @@ def give_advice(
             title = run.manifest.sharder_traits.title
             answer = f"No problem was found: {title} has no sharding plan to simulate."
         answer = findings[0].sentence if findings else answer
+        refusal = str(error)
+        if run.manifest.sharder_traits.has_buckets:
+            chosen = evidence.buckets
+            refusal = chosen if isinstance(chosen, str) else "The best size is a finding."
         return Advice(
             run.manifest.run_id,
             answer,
             attribute_gains(findings, can_simulate=False, has_changes=False),
             None,
-            name_run(str(error), request.run_name),
+            name_run(refusal, request.run_name),
         )
     if request.memory_limit is not None and scorer.recorded.peak_bytes is None:
         limit_text = format_bytes(request.memory_limit)

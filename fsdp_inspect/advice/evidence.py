@@ -109,8 +109,8 @@ class Evidence:
     """The evidence for and against times and gains."""
     unused_by_rank: tuple[str, ...] = ()
     """`RankRecord.unused_parameters` of the recorded ranks."""
-    buckets: BucketSimulation | None = None
-    """The best size of buckets of DDP or ZeRO; None: the recorded one, or it is unknown."""
+    buckets: BucketSimulation | str = ""
+    """The best size of buckets of DDP or ZeRO, or the reason why none is advised."""
     replication: ReplicationSaving | None = None
     """The time that DDP would save; None for runs without FSDP."""
 

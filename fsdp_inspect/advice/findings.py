@@ -20,7 +20,7 @@ from fsdp_inspect.analysis.memory.sharding_worth import (
     WholeMemory,
     describe_replication_saving,
 )
-from fsdp_inspect.analysis.verdict import COMPARE_PLANS, STRAGGLER_RATIO, Limit
+from fsdp_inspect.analysis.verdict import BY_SIMULATION, STRAGGLER_RATIO, Limit
 from fsdp_inspect.analysis.verdict.facts import (
     BETWEEN_RATIO,
     COLLECTION_RATIO,
@@ -121,18 +121,23 @@ def _limit(evidence: Evidence) -> Iterator[Finding]:
             (),
             verdict.sentence,
             verdict.why,
-            tuple(step for step in verdict.next_steps if step != COMPARE_PLANS),
+            tuple(step for step in verdict.next_steps if step not in BY_SIMULATION),
             dict(verdict.numbers),
             limits=True,
             rows=_rows(evidence, verdict.limit),
-            effect=_NOT_SIMULATED if is_ours else _effect(evidence, verdict.limit),
+            effect=_effect_of_buckets(evidence) if is_ours else _effect(evidence, verdict.limit),
             verify=_VERIFY.get(verdict.limit, ""),
         )
 
 
-_NOT_SIMULATED = Effect(
-    sentence="None is predicted: the schedule of this sharder is not simulated."
-)
+def _effect_of_buckets(evidence: Evidence) -> Effect:
+    """The effect of a change of communication, if no plan of the sharder can be simulated."""
+    traits = evidence.manifest.sharder_traits
+    if not traits.has_buckets:
+        return Effect(sentence=f"None is predicted. {traits.why_not_simulated}")
+    if isinstance(evidence.buckets, str):
+        return Effect(sentence=f"None is predicted. {evidence.buckets}")
+    return Effect(sentence="The change of the buckets has its own prediction.")
 
 
 def _late_ranks(evidence: Evidence) -> Iterator[Finding]:

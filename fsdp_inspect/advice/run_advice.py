@@ -177,9 +177,9 @@ def _evidence(run: RunSource, summary: Summary, *, for_plans: bool = True) -> Ev
         optimizer_wait=try_measure(measure_optimizer_wait, run, damage),
         whole_memory=whole,
         unused_by_rank=tuple(record.unused_parameters for record in run.ranks),
-        buckets=try_measure(find_best_buckets, run, damage)
+        buckets=(try_measure(find_best_buckets, run, damage) or damage[-1])
         if run.manifest.sharder_traits.has_buckets
-        else None,
+        else "",
         trust=measure_trust(run),
         replication=None
         if whole is None or not whole.is_sharded or exposed is None

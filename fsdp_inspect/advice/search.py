@@ -45,7 +45,8 @@ class SearchResult:
     fastest: Choice
     """The simplest plan within the noise of the fastest that fits; the recorded plan: no change."""
     smallest: Choice
-    """The simplest plan with the lowest peak that is not slower than the recorded one."""
+    """The plan with the lowest peak that is not slower than the recorded one; see [Note: the
+    simplest]."""
     front: tuple[Choice, ...]
     """Plans that no other beats in both step time and peak, fastest first."""
     fits: bool
@@ -324,6 +325,8 @@ class Search:
         lowest = min(self._peak(each) for each in as_fast)
         tolerance = lowest + 0.5 * WORTH_RATIO * recorded.peak_bytes
         alike = [each for each in as_fast if self._peak(each) <= tolerance]
+        most_ns = min(scores[each].cautious_ns for each in alike) + self.noise_ns
+        alike = [each for each in alike if scores[each].cautious_ns <= most_ns]
         return min(alike, key=lambda each: (each.effort, self._peak(each)))
 
     def _simplified(self, choice: Choice, is_enough: Callable[[Score], bool]) -> Choice:

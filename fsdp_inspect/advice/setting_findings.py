@@ -436,7 +436,7 @@ def _reduced_microbatches(evidence: Evidence) -> Iterator[Finding]:
 def _bucket_size(evidence: Evidence) -> Iterator[Finding]:
     """Another size of buckets leaves less of the all-reduces exposed."""
     best = evidence.buckets
-    if best is None or not evidence.is_worth_naming(best.gain_low_ns):
+    if isinstance(best, str) or not evidence.is_worth_naming(best.gain_low_ns):
         return
     before, after, settings = best.replayed, best.predicted, best.settings
     size, name = f"{settings.size:g} MiB", f"bucket_cap_mb={settings.size:g}"

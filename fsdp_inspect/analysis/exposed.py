@@ -66,7 +66,7 @@ class ExposedOwner:
 
     @property
     def floor_ns(self) -> int:
-        """The part of `exposed_ns` whose cause is the floor: no setting can hide it."""
+        """The part of `exposed_ns` whose cause is the floor: it cannot be hidden."""
         return self.causes_ns.get(Cause.FLOOR.label, 0)
 
 
@@ -322,7 +322,7 @@ class Exposed:
 
     @property
     def floor_ns(self) -> int:
-        """The part of `exposed_ns` whose cause is the floor: no setting can hide it."""
+        """The part of `exposed_ns` whose cause is the floor: it cannot be hidden."""
         return self.causes_ns.get(Cause.FLOOR.label, 0)
 
 

@@ -89,7 +89,7 @@ class Summary(RunHeading, Result):
     overlap_ratio: float | None
     """1 - exposed_ns / communication_ns; None without communication."""
     floor_ns: int | None
-    """The part of `exposed_ns` that no setting can hide."""
+    """The part of `exposed_ns` that cannot be hidden."""
     communication_bytes: int | None
     """Sum of the full padded messages of one step."""
     collectives_per_step: float | None

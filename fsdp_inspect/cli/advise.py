@@ -184,6 +184,11 @@ def _write(
     chosen = advice.plan if take is None else advice.plan.suggestions[take - 1]
     plan = advice.plan.fastest.plan if take is None else advice.plan.suggestions[take - 1].plan
     plan.dump(path)
+    count = len(advice.plan.suggestions)
+    some = f"the first {take} of {count} changes" if take else f"all {count} changes"
+    more = " (--take 1 writes the first one only)" if count > 1 and take is None else ""
+    changes = f"{some}{more}" if count > 1 else "the recommended change"
+    print(f"Wrote the plan with {changes}: {path}", file=sys.stderr)
     write_prediction(prediction, prediction_file_of(path))
     if chosen.change.diff:
         patch = patch_file_of(path)

@@ -48,6 +48,8 @@ class NoPlans(StrEnum):
     """The device's memory is unknown."""
     FIRST_STEP = "first step"
     """No step has ended."""
+    UNSHARDED = "unsharded"
+    """The sharder has no sharding plan: each rank keeps all parameters; `detail` names it."""
     LEAK = "leak"
     """Each step leaves storages allocated, so no plan fits for long."""
     NOT_TRAINING = "not training"
@@ -113,7 +115,7 @@ def search_plans(
     record = found.record
     reason = _refusal(run, found)
     if reason is not None:
-        return PlanSearch(record.limit_bytes, reason)
+        return PlanSearch(record.limit_bytes, reason, run.manifest.sharder_traits.title)
     has_timed_steps = timed_rank(run) is not None
     source = run if has_timed_steps else _WithoutWarmup.of(run)
     try:
@@ -166,6 +168,8 @@ def _refusal(run: RunSource, found: OutOfMemory) -> NoPlans | None:
         return NoPlans.NO_LIMIT
     if found.leak and found.steady is not None:
         return NoPlans.LEAK
+    if run.manifest.sharder_traits.has_buckets:
+        return NoPlans.UNSHARDED
     if record.phase == Phase.EVALUATION.label:
         return NoPlans.NOT_TRAINING
     if not select_steps(run).finished:

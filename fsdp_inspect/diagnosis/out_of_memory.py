@@ -136,7 +136,7 @@ def _imported(run: RunSource, record: RankRecord | None) -> OutOfMemoryRecord | 
 
 
 def _read(run: RunSource, record: OutOfMemoryRecord) -> OutOfMemory:
-    live = record.live
+    live, name = record.live, run.manifest.name_category
     names = [unit.fqn for unit in run.manifest.units]
     total = sum(row.bytes for row in live)
     is_known = 0 <= record.unit < len(names)
@@ -147,18 +147,19 @@ def _read(run: RunSource, record: OutOfMemoryRecord) -> OutOfMemory:
     return OutOfMemory(
         record=record,
         unit=names[record.unit] if is_known else None,
-        by_category=_fill(live, lambda row: row.category, lambda row: row.category),
+        by_category=_fill(live, lambda row: row.category, lambda row: name(row.category), name),
         by_unit=_fill(
             live,
             lambda row: row.unit,
             lambda row: names[row.unit] if 0 <= row.unit < len(names) else "",
+            name,
         ),
-        by_place=_fill(live, lambda row: row.place, lambda row: row.place),
+        by_place=_fill(live, lambda row: row.place, lambda row: row.place, name),
         live_bytes=total,
         unattributed_bytes=None if allocated is None or not live else max(allocated - total, 0),
-        growth=None if then is None else tuple(_grown(live, then.live)),
+        growth=None if then is None else tuple(_grown(live, then.live, name)),
         grown_bytes=None if then is None else total - then.bytes,
-        leak=tuple(_leak(record)),
+        leak=tuple(_leak(record, name)),
         steady=find_growth(run, rank=record.rank),
         fragmented_bytes=None
         if reserved is None or allocated is None
@@ -174,20 +175,21 @@ def _read(run: RunSource, record: OutOfMemoryRecord) -> OutOfMemory:
     )
 
 
-def _leak(record: OutOfMemoryRecord) -> Iterable[Growth]:
+def _leak(record: OutOfMemoryRecord, name: Callable[[str], str]) -> Iterable[Growth]:
     """Memory that steps left behind; empty if the early step is too close to the failed step."""
     before, now = record.resting_before, record.resting_now
     if before is None or now is None or now.step - before.step < _FEWEST_STEPS:
         return ()
-    return _grown(now.live, before.live)
+    return _grown(now.live, before.live, name)
 
 
 def _fill(
     live: Sequence[LiveBytes],
     key: Callable[[LiveBytes], Hashable],
-    name: Callable[[LiveBytes], str],
+    label: Callable[[LiveBytes], str],
+    name: Callable[[str], str],
 ) -> tuple[Filling, ...]:
-    """Add up rows with equal keys."""
+    """Add up rows with equal keys; `name` names a category."""
     members: dict[Hashable, list[LiveBytes]] = defaultdict(list)
     for row in live:
         members[key(row)].append(row)
@@ -195,9 +197,9 @@ def _fill(
         sorted(
             (
                 Filling(
-                    name=name(rows[0]),
+                    name=label(rows[0]),
                     bytes=sum(row.bytes for row in rows),
-                    main_category=_most(rows),
+                    main_category=name(_most(rows)),
                     num_units=len({row.unit for row in rows} - {NO_UNIT}),
                 )
                 for rows in members.values()
@@ -214,7 +216,9 @@ def _most(rows: Iterable[LiveBytes]) -> str:
     return totals.most_common(1)[0][0]
 
 
-def _grown(now: Sequence[LiveBytes], then: Sequence[LiveBytes]) -> Iterable[Growth]:
+def _grown(
+    now: Sequence[LiveBytes], then: Sequence[LiveBytes], name: Callable[[str], str]
+) -> Iterable[Growth]:
     """The categories and lines with more live bytes, the largest growth first."""
     before: Counter[tuple[str, str]] = Counter()
     after: Counter[tuple[str, str]] = Counter()
@@ -225,7 +229,8 @@ def _grown(now: Sequence[LiveBytes], then: Sequence[LiveBytes]) -> Iterable[Grow
             units[row.category, row.place][row.unit] += sign * row.bytes
     found = [
         Growth(
-            *key,
+            name(key[0]),
+            key[1],
             then_bytes=before[key],
             now_bytes=amount,
             num_units=sum(change > 0 for unit, change in units[key].items() if unit != NO_UNIT),

@@ -109,7 +109,8 @@ class _OneScreen:
 
 def recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
     """A finding that limits the step, else the first change that surely helps, else a finding."""
-    limit = next((each for each in advice.findings if each.limits), None)
+    findings = [each for each in advice.findings if each.do]
+    limit = next((each for each in findings if each.limits), None)
     if limit is not None:
         return limit, None
     plan = advice.plan
@@ -117,7 +118,7 @@ def recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
         for each in plan.suggestions:
             if each.saved_low_ns > 0 or plan.is_whole:
                 return None, each
-    return next(iter(advice.findings), None), None
+    return next(iter(findings), None), None
 
 
 def _title(suggestion: Suggestion, plan: PlanAdvice) -> str:

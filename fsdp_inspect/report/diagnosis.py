@@ -137,7 +137,7 @@ def render_states(found: Diagnosis) -> Table:
         table.add_row(
             str(state.rank),
             MISSING if state.step is None else str(state.step),
-            values["phase"] or MISSING,
+            MISSING if state.phase is None else state.phase.title,
             Text(values["last_collective"] or MISSING),
             "waits" if state.waits else state.end.kind.value,
             Text(values["location"] or place or MISSING),
@@ -399,7 +399,7 @@ def _last_seen(state: RankState, found: Diagnosis) -> str:
 
 
 def _unseen(state: RankState, since: str) -> str:
-    phase = f" in {state.phase.label}" if state.phase else ""
+    phase = f" in {state.phase.title}" if state.phase else ""
     return f"It was last seen{phase}; it issued nothing{since}, and its stack is unknown."
 
 
@@ -567,7 +567,7 @@ def _out_of_memory(found: Diagnosis) -> str:
 def _position(state: RankState | None) -> str:
     if state is None or state.step is None:
         return ""
-    phase = f", last seen in {state.phase.label}" if state.phase else ""
+    phase = f", last seen in {state.phase.title}" if state.phase else ""
     return f" in step {state.step}{phase}"
 
 

@@ -27,6 +27,7 @@ from fsdp_inspect.formatting import (
     format_owner,
     format_ratio,
     format_unit,
+    phrase_cause,
     plural,
     shorten_names,
 )
@@ -44,7 +45,6 @@ from fsdp_inspect.report.wording import (
     format_kind,
     format_method,
     format_metric,
-    phrase_cause,
 )
 
 MOST_OWNERS = 12
@@ -274,7 +274,10 @@ def _bandwidth(bandwidth: Bandwidth | None) -> Iterator[RenderableType]:
     table = render_table(LINKS, bandwidth.kinds, *_LINK_COLUMNS)
     yield from section("Bandwidth of the transfers", table)
     sources = dict.fromkeys(_TRANSFERS[row.transfer_from] for row in bandwidth.kinds)
-    yield dim(f"Transfer: mean {'; '.join(sources)}. Bus: of all bytes in all transfers.")
+    steps = plural(bandwidth.num_steps, "step")
+    yield dim(
+        f"Transfer, over {steps}: mean {'; '.join(sources)}. Bus: of all bytes in all transfers."
+    )
     for row in bandwidth.kinds:
         if row.link is not None and row.link.refusal is not None:
             yield dim(

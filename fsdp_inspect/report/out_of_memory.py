@@ -158,7 +158,7 @@ def _fragmentation(found: OutOfMemory) -> str:
 def describe_fitting_plans(found: OutOfMemory, searched: PlanSearch) -> Iterator[str]:
     """The plans that would have fitted, one sentence each; or why none is proposed."""
     if searched.reason is not None:
-        yield f"{_no_plans(found, searched)}{_what_frees(found)}"
+        yield f"{_no_plans(found, searched)}{_what_frees(found, searched)}"
         return
     for at, each in enumerate(searched.plans, 1):
         yield f"Plan {at}: {describe_fitting_plan(each)}"
@@ -232,23 +232,10 @@ def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
                 f"tensors{line} over steps: keep a number (`.item()`) or a detached copy, or "
                 "delete them."
             )
-        case NoPlans.FIRST_STEP:
+        case NoPlans.UNSHARDED:
             return (
-                "Cannot tell which plan fits, because no step ended before the failure: what the "
-                "rest of the step allocates is unknown. Record a few steps with a smaller batch or "
-                "a higher limit: the advice on that run (--memory-limit) names plans that fit. "
-                "A forecast (fsdp-inspect plan memory) computes the peak without running the step."
-            )
-        case NoPlans.NOT_TRAINING:
-            return (
-                "Cannot tell which plan fits, because the allocation belongs to an evaluation: "
-                "only training steps are simulated."
-            )
-        case NoPlans.NOT_FOLLOWED:
-            return (
-                "Cannot tell which plan fits, because storages are not tracked in every step on "
-                "this device: the memory of the failed step by unit is unknown. Ask for plans that "
-                "need less than the recorded steps: `fsdp-inspect advise RUN --details`."
+                f"No plan is searched: {searched.detail} keeps all parameters on each rank. "
+                "Sharding (FSDP), a smaller batch or activation checkpointing need less."
             )
         case NoPlans.NOT_EXPLAINED:
             reached = (record.allocated_bytes or 0) + (record.requested_bytes or 0)
@@ -258,21 +245,36 @@ def _no_plans(found: OutOfMemory, searched: PlanSearch) -> str:
                 f"simulation, and {format_bytes(reached)} were needed. Look for storages that no "
                 "earlier step had."
             )
-        case NoPlans.IMPORTED:
-            return (
-                "Cannot tell which plan fits, because a memory snapshot contains no times and no "
-                "sharding plan. Record the training with fsdp_inspect.Recorder."
-            )
-        case NoPlans.NO_LIMIT:
-            return "Cannot tell which plan fits, because the memory of the device is unknown."
-        case _:
+        case NoPlans.NOT_SIMULATED | None:
             return f"Cannot tell which plan fits: {searched.detail}"
+        case reason:
+            return f"Cannot tell which plan fits, because {_UNKNOWN[reason]}"
 
 
-def _what_frees(found: OutOfMemory) -> str:
+_UNKNOWN = {
+    "first step": "no step ended before the failure: what the rest of the step allocates is "
+    "unknown. Record a few steps with a smaller batch or a higher limit: the advice on that run "
+    "(--memory-limit) names plans that fit. A forecast (fsdp-inspect plan memory) computes the "
+    "peak without running the step.",
+    "not training": "the allocation belongs to an evaluation or a checkpoint: only training steps "
+    "are simulated.",
+    "not followed": "storages are not tracked in every step on this device: the memory of the "
+    "failed step by unit is unknown. Ask for plans that need less than the recorded steps: "
+    "`fsdp-inspect advise RUN --details`.",
+    "imported": "a memory snapshot contains no times and no sharding plan. Record the training "
+    "with fsdp_inspect.Recorder.",
+    "no limit": "the memory of the device is unknown.",
+}
+"""Why no plan can be searched, by `NoPlans`."""
+
+
+def _what_frees(found: OutOfMemory, searched: PlanSearch) -> str:
     """The bytes that settings could free at this moment, as measured; empty if unknown."""
+    from fsdp_inspect.diagnosis.fitting_plans import NoPlans  # slow to import
+
     parts = []
-    if found.unsharded_elsewhere_bytes:
+    is_sharded = searched.reason != NoPlans.UNSHARDED
+    if found.unsharded_elsewhere_bytes and is_sharded:
         parts.append(
             f"full parameters of units that do not run now take "
             f"{format_bytes(found.unsharded_elsewhere_bytes)} (reshard_after_forward=True frees "
@@ -284,9 +286,11 @@ def _what_frees(found: OutOfMemory) -> str:
             "keeps only the outputs of blocks)"
         )
     if found.resting_bytes:
+        what, less = "parameters", "sharding keeps a part of them on each rank"
+        if is_sharded:
+            what, less = "sharded parameters", "more ranks take less each"
         parts.append(
-            f"sharded parameters, optimizer state and buffers take "
-            f"{format_bytes(found.resting_bytes)} (more ranks take less each)"
+            f"{what}, optimizer state and buffers take {format_bytes(found.resting_bytes)} ({less})"
         )
     return f" Measured at the failure: {'; '.join(parts)}." if parts else ""
 

@@ -133,9 +133,14 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
         f"communication {format_ns(before.communication_ns)} -> "
         f"{format_ns(after.communication_ns)}."
     )
-    if after.causes_ns:
-        causes = (f"{format_cause(name)} {format_ns(ns)}" for name, ns in after.causes_ns.items())
-        yield f"Causes under this plan: {', '.join(causes)}."
+    names = dict.fromkeys([*before.causes_ns, *after.causes_ns])
+    if names:
+        causes = (
+            f"{format_cause(name)} {format_ns(before.causes_ns.get(name, 0))} -> "
+            f"{format_ns(after.causes_ns.get(name, 0))}"
+            for name in names
+        )
+        yield f"By cause, both simulated: {', '.join(causes)}."
     yield _self_check("plan is", before.step_time_ns, simulation)
     for number, kind in enumerate(simulation.kinds):
         yield _kind(kind, "This prediction" if number == 0 else "Another kind of step")

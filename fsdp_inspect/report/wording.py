@@ -203,21 +203,7 @@ def format_method(method: str) -> str:
     return ", ".join(_METHODS.get(name, name) for name in method.split(", "))
 
 
-# --- Format the causes of a wait: a word for tables, a phrase for sentences.
-
-_PHRASES = {
-    "serialized": "queued behind another collective",
-    "straggler": "waiting for the last rank to arrive",
-    "floor": "the floor, which no setting can hide",
-    "blocking": "collectives block the host",
-    "late_issue": "issued too late",
-    "bandwidth": "limited by bandwidth",
-}
-
-
-def phrase_cause(cause: str) -> str:
-    """Format a cause for a sentence: `issued too late`."""
-    return _PHRASES[cause]
+# --- Describe the causes of a wait.
 
 
 def describe_main_cause(waits: Iterable[ExposedOwner], *, is_headline: bool = False) -> str:
@@ -228,7 +214,7 @@ def describe_main_cause(waits: Iterable[ExposedOwner], *, is_headline: bool = Fa
     Args:
         waits: The waits together, such as those of one unit.
         is_headline: Whether there is only room for one cause. The floor is then left out, because
-            no setting hides it.
+            it cannot be hidden.
     """
     sums = sum((Counter(each.causes_ns) for each in waits), Counter[str]())
     if not sums:

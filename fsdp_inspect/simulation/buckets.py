@@ -80,6 +80,8 @@ from fsdp_inspect.trace.tables import EventTable
 
 _MIB = float(1 << 20)
 _CAPS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400, 1000)
+_SIZE_OPTIONS = ("--bucket-cap 10", "--reduce-bucket-size 200000000")
+"""An example of a size for `simulate`: DDP, ZeRO."""
 _MILLIONS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """The sizes that `find_best_buckets` tries: MiB of DDP, millions of elements of ZeRO."""
 _OF_STAGE = {1: ZERO1, 2: ZERO2}
@@ -722,8 +724,8 @@ def _buffer_bytes(work: BucketWork, settings: BucketSettings) -> int:
     return round(settings.size) * work.buffered_bytes * (2 if settings.overlaps else 1)
 
 
-def find_best_buckets(run: RunSource) -> BucketSimulation | None:
-    """The size of buckets with the largest certain gain; None: none is certain, or predicted.
+def find_best_buckets(run: RunSource) -> BucketSimulation | str:
+    """The size of buckets with the largest certain gain, or the reason why there is none.
 
     Larger buffers must fit the memory that the device is known to have left.
     """
@@ -731,15 +733,21 @@ def find_best_buckets(run: RunSource) -> BucketSimulation | None:
         work = measure_buckets(run)
         sizes = [1e6 * each for each in _MILLIONS] if work.settings.is_zero else _CAPS_MB
         found = [predict_buckets(work, size) for size in sizes]
-    except MissingDataError:
-        return None
+    except MissingDataError as error:
+        return str(error)
     room = 0 if not work.on_host else math.inf
     memory, used = measure_allocatable(run, work.rank), measure_allocator(run, rank=work.rank)
     if memory is not None and used is not None:
         room = memory - used.allocated_bytes
     fits = [each for each in found if each.added_bytes <= max(room, 0)]
     best = max(fits, key=lambda each: each.gain_low_ns, default=None)
-    return best if best is not None and best.gain_low_ns > 0 else None
+    if best is not None and best.gain_low_ns > 0:
+        return best
+    return (
+        f"None of {len(sizes)} simulated sizes of the buckets saves time for certain. The page "
+        f"What-if and `fsdp-inspect simulate RUN {_SIZE_OPTIONS[work.settings.is_zero]}` show the "
+        "interval of one size."
+    )
 
 
 def _assumptions(work: BucketWork, settings: BucketSettings, network: Network) -> Iterable[str]:

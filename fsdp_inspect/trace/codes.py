@@ -109,6 +109,12 @@ class Phase(NamedCode):
     BACKWARD = 3
     OPTIMIZER = 4
     EVALUATION = 5
+    """Work that belongs to no training step: an evaluation or a checkpoint."""
+
+    @property
+    def title(self) -> str:
+        """The name in a sentence: `backward`."""
+        return "evaluation or checkpoint" if self is Phase.EVALUATION else self.label
 
 
 class Stream(NamedCode):

@@ -82,6 +82,7 @@ def run_with(record: OutOfMemoryRecord, **fields: Any) -> InMemoryRun:
             param_dtype="float32",
             reduce_dtype="float32",
             reshard_after_forward=True,
+            replicate_group=0 if fields.get("sharder") == "ddp" else -1,
         )
         for at, fqn in enumerate(NAMES)
     ]
@@ -233,7 +234,22 @@ def test_no_plan_is_proposed_without_the_data_for_it(
     assert text.startswith("Cannot tell which plan fits, because ")
 
 
-@pytest.mark.parametrize("reason", [*NoPlans])
+def test_a_run_of_ddp_is_told_of_no_shards() -> None:
+    run = run_with(report(), sharder="ddp")
+    found = read_out_of_memory(run, [1])
+    assert found is not None
+    text = " ".join(
+        [
+            *describe_memory_at_failure(found),
+            *describe_fitting_plans(found, search_plans(run, found, name_file=str)),
+        ]
+    )
+    assert "No plan is searched: DDP keeps all parameters on each rank." in text
+    assert "reshard" not in text
+    assert "sharded parameter" not in text
+
+
+@pytest.mark.parametrize("reason", sorted({*NoPlans} - {NoPlans.UNSHARDED}))
 def test_every_reason_has_its_sentence_and_what_could_be_freed(reason: NoPlans) -> None:
     searched = PlanSearch(1, reason, "A sentence.", FoundPlans((), 3, MIB, True), MIB)
     [text] = describe_fitting_plans(read(report()), searched)

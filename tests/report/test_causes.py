@@ -1,9 +1,9 @@
 import pytest
 
 from fsdp_inspect.analysis.wait_causes import Cause
-from fsdp_inspect.formatting import format_cause
+from fsdp_inspect.formatting import format_cause, phrase_cause
 from fsdp_inspect.metrics import METRICS
-from fsdp_inspect.report.wording import causes_table, phrase_cause
+from fsdp_inspect.report.wording import causes_table
 from tests.report.terminal_text import text_of
 
 

@@ -10,7 +10,7 @@ from tests.report.terminal_text import text_of
 HEADLINE = """\
 Rank 0 waits 250 ns per step for communication.
   Step time: 1.00 µs (typical step).
-  Main cause: the floor, which no setting can hide (60% of the exposed time).
+  Main cause: the floor, which can be shortened but not hidden (60% of the exposed time).
   Largest waits: 100 ns per step for the reduce-scatter of layers.0 in backward.
 """
 DIMENSIONS = """\

@@ -54,6 +54,7 @@ from fsdp_inspect.analysis.verdict.facts import (
     find_limit,
 )
 from fsdp_inspect.analysis.verdict.words import (
+    BY_SIMULATION,
     COMPARE_PLANS,
     describe_extra_work,
     describe_group,
@@ -62,6 +63,7 @@ from fsdp_inspect.analysis.verdict.words import (
 from fsdp_inspect.store.reduction.order_wording import shorten_place
 
 __all__ = [
+    "BY_SIMULATION",
     "COMPARE_PLANS",
     "STRAGGLER_RATIO",
     "UNKNOWN",

@@ -29,6 +29,7 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_unit,
     listed,
+    phrase_cause,
     plural,
 )
 from fsdp_inspect.metrics import find_metric
@@ -57,6 +58,9 @@ WORTH_NAMING_RATIO = 0.02
 COMPARE_PLANS = "Compare other sharding plans by simulation: `fsdp-inspect advise RUN`."
 """The only next step about the plan of a recorded run. The simulation decides which change of the
 plan helps. The verdict names no change, so it cannot contradict the simulation."""
+COMPARE_BUCKETS = "Compare other sizes of the buckets by simulation: `fsdp-inspect advise RUN`."
+BY_SIMULATION = (COMPARE_PLANS, COMPARE_BUCKETS)
+"""The next steps that `advise` itself takes."""
 NOT_TRAINING = (
     "The trace shows no backward pass and no optimizer step, so no advice about training applies. "
     "Profile a training step for advice."
@@ -527,12 +531,12 @@ def _phrase_communication(facts: StepFacts) -> Words:
     why = [_phrase_kinds(facts), causes, _phrase_most_exposed(facts)]
     if facts.blocks_host:
         why.append(
-            f"By default, collectives block the host on {facts.backend}, so every plan exposes "
-            "them: this is a property of the backend."
+            f"By default, collectives block the host on {facts.backend}, so no plan hides them: "
+            "fewer or smaller collectives only make the waits shorter."
         )
     elif facts.floor_ns and not facts.causes_ns and not facts.is_unwrapped:
         why.append(
-            f"{format_ns(facts.floor_ns)} of the exposed time is the floor, which no setting hides."
+            f"{format_ns(facts.floor_ns)} of the exposed time is {phrase_cause(Cause.FLOOR.label)}."
         )
     return (
         f"Communication is exposed for {_ratio(facts, facts.exposed_ns)} of the step.",
@@ -628,7 +632,7 @@ def _phrase_causes(facts: StepFacts) -> str:
     if not named:
         return ""
     has_floor = facts.causes_ns.get(Cause.FLOOR.label) and not facts.is_unwrapped
-    meaning = " No setting hides the floor." if has_floor else ""
+    meaning = " The floor can be shortened but not hidden." if has_floor else ""
     return f"By cause: {', '.join(named)}.{meaning}"
 
 
@@ -694,10 +698,13 @@ def _changes_by_gain(facts: StepFacts) -> Iterator[tuple[int, str]]:
         yield facts.exposed_ns, _MEASURE_ON_GPUS
         return
     if facts.is_unwrapped and (facts.has_gathers or sharder.keep_gathered is None):
+        # The simulation decides on buckets that were recorded, so the verdict cannot contradict it.
         yield (
             facts.exposed_ns,
-            f"{sharder.hide_single_unit}: little compute hides the communication of a unit that is "
-            "most of the model.",
+            COMPARE_BUCKETS
+            if sharder.has_buckets and not facts.is_kernel_trace
+            else f"{sharder.hide_single_unit}: little compute hides the communication of a unit "
+            "that is most of the model.",
         )
     if sharder.keep_gathered and facts.backward_gathers_ns:
         yield (
@@ -765,7 +772,7 @@ def _phrase_compute(facts: StepFacts) -> Words:
     if facts.exposed_ns:
         exposed = (
             f"Communication is exposed for {format_ns(facts.exposed_ns)}, of which "
-            f"{format_ns(facts.floor_ns)} is the floor, which no setting hides."
+            f"{format_ns(facts.floor_ns)} is {phrase_cause(Cause.FLOOR.label)}."
         )
     sentence = f"The step is compute-bound: compute takes {_ratio(facts, facts.compute_ns)} of it."
     kernels = facts.kernels

@@ -62,7 +62,7 @@ def of_step(step: int | None) -> str:
 
 
 def _in_phase(phase: Phase) -> str:
-    return "" if phase == Phase.OUTSIDE else f" in {phase.label}"
+    return "" if phase == Phase.OUTSIDE else f" in {phase.title}"
 
 
 def _subject(found: OrderDifference, names: Sequence[str]) -> str:

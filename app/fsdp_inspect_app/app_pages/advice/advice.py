@@ -75,7 +75,7 @@ _LIMIT_KEY, _DTYPES_KEY = "limit", "dtypes"
 _FRONT_KEY = "front"
 _FLOOR = (
     "Floor: the first all-gather of forward and the last reduction of backward expose {floor} per "
-    "step under every plan."
+    "step. Prefetch cannot hide them."
 )
 
 

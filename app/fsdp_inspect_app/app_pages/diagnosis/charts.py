@@ -86,6 +86,7 @@ _COLUMNS = {
 def frame_rank_states(found: Diagnosis) -> pd.DataFrame:
     """One row for each rank: its end, its last collective, and its activity."""
     rows = diagnosis_to_dict(found)["states"]
-    for row in rows:
+    for row, state in zip(rows, found.states, strict=True):
         row["location"] = shorten_place(row["location"] or "")
+        row["phase"] = None if state.phase is None else state.phase.title
     return pd.DataFrame(rows, columns=list(_COLUMNS)).rename(columns=_COLUMNS)

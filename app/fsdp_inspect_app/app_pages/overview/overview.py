@@ -13,7 +13,7 @@ from fsdp_inspect.analysis.context import try_measure
 from fsdp_inspect.analysis.scalars import find_loss
 from fsdp_inspect.analysis.step_waits import find_data_wait
 from fsdp_inspect.analysis.trust import measure_trust
-from fsdp_inspect.analysis.verdict import COMPARE_PLANS
+from fsdp_inspect.analysis.verdict import BY_SIMULATION
 from fsdp_inspect.analysis.verdict.facts import OF_WAITS
 from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import (
@@ -139,7 +139,7 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
     """Show what limits the step, why, and what to do, in three lines."""
     summary = run.summary()
     verdict = summary.verdict
-    with_advice = next(iter(verdict.next_steps), "") == COMPARE_PLANS
+    with_advice = next(iter(verdict.next_steps), "") in BY_SIMULATION
     problem = search_in_background(entry, run, with_advice=with_advice)
     with st.container(key="answer", gap="xxsmall"):
         with _line("Limited by" if verdict.because else "Verdict"):
@@ -203,7 +203,7 @@ def _line(label: str) -> Iterator[None]:
 def _show_what_to_do(entry: RunEntry, run: Run, problem: str | None) -> None:
     """Show the first step to take; the page Advice and this line have one source."""
     first = next(iter(run.summary().verdict.next_steps), "")
-    if first != COMPARE_PLANS:
+    if first not in BY_SIMULATION:
         show_text(plain(name_run(first, str(entry.path))), width="stretch")
         return
     advice = known_advice(entry)
@@ -249,7 +249,7 @@ def _show_next_steps(summary: Summary, run: str) -> None:
     with show_card("Details", key="verdict"):
         if summary.verdict.because:
             show_text(plain(summary.verdict.why))
-        named = [step for step in steps if step != COMPARE_PLANS]
+        named = [step for step in steps if step not in BY_SIMULATION]
         if named:
             show_text("\n".join(f"- {plain(name_run(step, run))}" for step in named))
 
