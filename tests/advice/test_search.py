@@ -98,6 +98,19 @@ def test_a_node_whose_link_is_not_known_is_played_once_the_user_says_it(
     assert 4 in {choice.reshard for choice in told.scores}
 
 
+def test_no_plan_of_the_same_memory_is_clearly_faster_than_the_alternative(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    scorer = bench_on(monkeypatch, kept=20 * SIZE)
+    searched = Search(scorer, AdviceRequest(), memory_margin=0.0)
+    chosen = scorer.score(searched.run().smallest)
+    peak = chosen.peak_bytes
+    assert peak is not None
+    for score in scorer.scores.values():
+        if score.peak_bytes is not None and score.peak_bytes <= peak:
+            assert score.cautious_ns >= chosen.cautious_ns - searched.noise_ns
+
+
 def test_activations_that_do_not_fit_are_forgotten(monkeypatch: pytest.MonkeyPatch):
     scorer = bench_on(monkeypatch, kept=20 * SIZE)
     alone = scorer.score(Choice(checkpointing="full"))

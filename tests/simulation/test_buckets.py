@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fsdp_inspect.advice.run_advice import find_findings
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.run_advice import advise_run, find_findings
 from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.report.advice import recommended
 from fsdp_inspect.report.simulation import render_buckets
 from fsdp_inspect.simulation.buckets import (
     BucketChanges,
@@ -159,6 +161,20 @@ def test_advice_names_the_size_whose_gain_is_certain() -> None:
     assert gain_ns <= finding.effect.saved_high_ns + ROUNDING_NS
     small = run_of(assign(BLOCKS, 2.0), per_byte=8.0)  # all is hidden
     assert not [each for each in find_findings(small) if each.rule == "R38"]
+
+
+def test_advice_recommends_the_simulated_size_or_says_why_there_is_none() -> None:
+    advice = advise_run(run_of(assign(BLOCKS, 12.0)), AdviceRequest())
+    finding, _ = recommended(advice)
+    assert finding is not None
+    assert finding.rule == "R38"
+    assert advice.refusal == "The best size is a finding."
+    texts = [each.effect.sentence for each in advice.findings]
+    assert not any("not simulated" in text for text in texts)
+
+    hidden = advise_run(run_of(assign(BLOCKS, 2.0), per_byte=8.0), AdviceRequest())
+    assert hidden.refusal is not None
+    assert hidden.refusal.startswith("None of 10 simulated sizes of the buckets saves time")
 
 
 def test_other_runs_are_refused_with_the_reason() -> None:
