@@ -173,7 +173,7 @@ def format_cause(cause: str, *, in_list: bool = False) -> str:
 _CAUSES = {
     "serialized": "queued behind another collective",
     "straggler": "waiting for the last rank to arrive",
-    "floor": "the floor, which can be shortened but not hidden",
+    "floor": "the floor, which can only be shortened",
     "blocking": "collectives block the host",
     "late_issue": "issued too late",
     "bandwidth": "limited by bandwidth",

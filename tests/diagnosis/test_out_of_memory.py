@@ -235,7 +235,8 @@ def test_no_plan_is_proposed_without_the_data_for_it(
 
 
 def test_a_run_of_ddp_is_told_of_no_shards() -> None:
-    run = run_with(report(), sharder="ddp")
+    kept = LiveBytes(unit=1, category="sharded_parameter", bytes=16 * MIB)
+    run = run_with(report(live=[*LIVE[:2], kept]), sharder="ddp")
     found = read_out_of_memory(run, [1])
     assert found is not None
     text = " ".join(
@@ -246,7 +247,8 @@ def test_a_run_of_ddp_is_told_of_no_shards() -> None:
     )
     assert "No plan is searched: DDP keeps all parameters on each rank." in text
     assert "reshard" not in text
-    assert "sharded parameter" not in text
+    assert "sharded" not in text
+    assert ", parameter 16.0 MiB" in text
 
 
 @pytest.mark.parametrize("reason", sorted({*NoPlans} - {NoPlans.UNSHARDED}))

@@ -32,8 +32,8 @@ Causes of the exposed communication
 cause       exposed  share  definition
 floor        150 ns    60%  the rest of the exposed time of the first
                             all-gather of each forward and the last reduction
-                            of each backward; no compute runs next to them, so
-                            PLACE
+                            of each backward; no compute runs next to them: it
+                            can be shortened, not hidden
 bandwidth     60 ns    24%  the rest of the exposed time: the transfer takes
                             longer than the compute that could hide it
 late issue    40 ns    16%  exposed time that an earlier issue would have

@@ -10,7 +10,7 @@ from tests.report.terminal_text import text_of
 HEADLINE = """\
 Rank 0 waits 250 ns per step for communication.
   Step time: 1.00 µs (typical step).
-  Main cause: the floor, which can be shortened but not hidden (60% of the exposed time).
+  Main cause: the floor, which can only be shortened (60% of the exposed time).
   Largest waits: 100 ns per step for the reduce-scatter of layers.0 in backward.
 """
 DIMENSIONS = """\
@@ -52,8 +52,8 @@ collective      group       per step  transfer       bus  latency  residual
 all-gather      shard of 2     256 B     75 ns  427 MB/s        –         –
 reduce-scatter  shard of 2     128 B     90 ns  356 MB/s        –         –
 all-reduce      –                4 B     20 ns         –        –         –
-Transfer: mean time on this rank, which may include waits for other ranks. Bus:
-of all bytes in all transfers.
+Transfer, over 3 steps: mean time on this rank, which may include waits for
+other ranks. Bus: of all bytes in all transfers.
 """
 
 

@@ -632,7 +632,7 @@ def _phrase_causes(facts: StepFacts) -> str:
     if not named:
         return ""
     has_floor = facts.causes_ns.get(Cause.FLOOR.label) and not facts.is_unwrapped
-    meaning = " The floor can be shortened but not hidden." if has_floor else ""
+    meaning = " The floor can only be shortened." if has_floor else ""
     return f"By cause: {', '.join(named)}.{meaning}"
 
 
