@@ -96,11 +96,11 @@ class _OneScreen:
         elif suggestion is not None and advice.plan is not None:
             head += [*section(_title(suggestion, advice.plan)), _change(suggestion, advice.plan)]
             code = _codes(suggestion, advice.plan)
+        tail: list[RenderableType] = []
         if advice.refusal:
-            text = f"No plan was simulated. {advice.refusal}"
-            head += ["", _Clipped(text, _TEXT_LINES)]
+            tail = ["", _Clipped(f"No plan was simulated. {advice.refusal}", _TEXT_LINES)]
         before = console.render_lines(Group(*head), options, pad=False)
-        after = console.render_lines(Group(*_rest(advice)), options, pad=False)
+        after = console.render_lines(Group(*tail, *_rest(advice)), options, pad=False)
         most = SCREEN_LINES - len(before) - len(after)
         middle = _first_that_fits(console, options, code, most)
         for line in (*before, *middle, *after):
