@@ -423,7 +423,9 @@ def _print(renderable: Any) -> str:
     from fsdp_inspect.report.layout import Harmless
 
     out = StringIO()
-    Console(file=out, width=_WIDTH, highlight=False, color_system=None).print(Harmless(renderable))
+    Console(file=out, width=_WIDTH, highlight=False, color_system=None).print(
+        Harmless(renderable), crop=False
+    )
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 

@@ -283,7 +283,7 @@ def print_renderable(renderable: "RenderableType") -> None:
 
     from fsdp_inspect.report.layout import Harmless
 
-    Console(highlight=False, soft_wrap=False).print(Harmless(renderable))
+    Console(highlight=False).print(Harmless(renderable), crop=False)
 
 
 # --- Add the options that every subcommand has.

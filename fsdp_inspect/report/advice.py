@@ -3,6 +3,7 @@
 Nothing is computed here. Names from the run are put in as plain text, never as rich markup.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -24,7 +25,7 @@ from fsdp_inspect.formatting import (
     listed,
     plural,
 )
-from fsdp_inspect.report.layout import dim, indented, new_table, render_table, section
+from fsdp_inspect.report.layout import CODE, dim, indented, new_table, render_table, section
 from fsdp_inspect.report.wording import format_error
 
 MOST_UNITS = 4
@@ -252,13 +253,18 @@ class _Clipped:
         self._style = style
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = Text(self._text, style=self._style).wrap(console, options.max_width)
-        if len(lines) > self._most:
-            last = lines[self._most - 1]
-            last.rstrip()
-            last.truncate(options.max_width - 1)
-            last.append("…")
+        text, words = self._text, _WORDS.findall(self._text)
+        while True:
+            lines = Text(text, style=self._style).wrap(console, options.max_width)
+            if len(lines) <= self._most or not words:
+                break
+            words.pop()
+            text = f"{' '.join(words)} …"
         yield from lines[: self._most]
+
+
+_WORDS = re.compile(r"`[^`]*`\S*|\S+")
+"""Words; a command is one word, so that none is cut."""
 
 
 # --- all details
@@ -443,7 +449,10 @@ def describe_row(row: TraceRow) -> str:
 
 def _code(snippet: str) -> list[str]:
     """Lines of code or shell commands, indented."""
-    return [f"    {line}" for line in snippet.splitlines()]
+    return [f"{_CODE_INDENT}{line}" for line in snippet.splitlines()]
+
+
+_CODE_INDENT = "    "
 
 
 def _units(units: tuple[str, ...]) -> str:
@@ -457,7 +466,9 @@ def _indented(lines: Iterable[str]) -> RenderableType:
 
 def _line(line: str) -> RenderableType:
     words = line.lstrip()
-    return Padding(Text(words), (0, 0, 0, 2 + len(line) - len(words)))
+    indent = len(line) - len(words)
+    style = CODE if indent >= len(_CODE_INDENT) else ""
+    return Padding(Text(words, style=style), (0, 0, 0, 2 + indent))
 
 
 # --- Render the effects of a move from FSDP1 to FSDP2.

@@ -1,11 +1,14 @@
 """Lay out reports for a terminal: tables from column specifications, titled sections, bars."""
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.segment import Segment
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -22,19 +25,60 @@ BAR_WIDTH = 32
 _LONGEST_WORD = len("reduce-scatter")
 
 
-class Harmless:
-    """Prints a renderable with visible control characters, so that the terminal executes none.
+CODE = Style(meta={"is_code": True})
+"""The style of a line of code. `Harmless` prints the line whole."""
+_COMMAND = re.compile(r"`([^`\n]+)`")
+_WIDE = 10_000
 
-    Names of units and hosts come from traces and run folders that are not trusted.
+
+class Harmless:
+    """Prints a renderable so that a reader can paste from it; print it with `crop=False`.
+
+    Control characters are visible, so that the terminal executes none: names of units and hosts
+    come from traces and run folders that are not trusted. Commands and lines of code have no line
+    breaks, although they may be longer than a line, and no line ends with spaces.
     """
 
     def __init__(self, renderable: RenderableType) -> None:
         self._renderable = renderable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = [*self._render(console, options.update(width=_WIDE))]
+        wholes = {found[1] for found in _COMMAND.finditer(_text_of(wide))}
+        for is_code, parts in groupby(wide, lambda part: bool(part.style and part.style.meta)):
+            wholes |= {_text_of(parts).strip()} if is_code else set()
+        yield from _join_lines([*self._render(console, options)], wholes)
+
+    def _render(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for segment in console.render(self._renderable, options):
-            text = segment.text if segment.control else show_controls(segment.text)
-            yield Segment(text, segment.style, segment.control)
+            yield Segment(show_controls(segment.text), segment.style)
+
+
+def _text_of(segments: Iterable[Segment]) -> str:
+    return "".join(segment.text for segment in segments)
+
+
+def _join_lines(segments: Sequence[Segment], wholes: Iterable[str]) -> Iterator[Segment]:
+    """The segments with each of `wholes` on one line, and without spaces at the ends of lines."""
+    text = _text_of(segments)
+    changes = [(*found.span(), "") for found in re.finditer(r" +(?=\n)", text)]
+    for whole in wholes:
+        pattern = r"\s*".join(map(re.escape, "".join(whole.split())))
+        places = re.finditer(pattern, text)
+        changes += [(*found.span(), whole) for found in places if "\n" in found[0]]
+    styles = [segment.style for segment in segments for _ in segment.text]
+    done = 0
+    for begin, end, new in sorted(changes):
+        if begin >= done:
+            yield from _styled(text[done:begin], styles[done:begin])
+            yield Segment(new, styles[begin])
+            done = end
+    yield from _styled(text[done:], styles[done:])
+
+
+def _styled(text: str, styles: Sequence[Style | None]) -> Iterator[Segment]:
+    for style, letters in groupby(zip(text, styles, strict=True), lambda each: each[1]):
+        yield Segment("".join(letter for letter, _ in letters), style)
 
 
 def render_table(

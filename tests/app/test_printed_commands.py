@@ -73,7 +73,7 @@ def call(command: str, folder: Path) -> tuple[int, str]:
     with (
         contextlib.chdir(folder),
         mock.patch.object(sys, "argv", shlex.split(command, comments=True)),
-        mock.patch.dict(os.environ, {"COLUMNS": "2000", "NO_COLOR": "1"}),
+        mock.patch.dict(os.environ, {"COLUMNS": "80", "NO_COLOR": "1"}),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(out),
         pytest.raises(SystemExit) as ended,

@@ -1,9 +1,14 @@
+import re
+
 import pytest
+from hypothesis import given, strategies as st
 from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
 
 from fsdp_inspect.formatting import format_owner
-from fsdp_inspect.report.layout import BAR_WIDTH, bar, new_table, section, unit_name
-from tests.report.terminal_text import text_of
+from fsdp_inspect.report.layout import BAR_WIDTH, CODE, bar, new_table, section, unit_name
+from tests.report.terminal_text import printed_of, text_of
 
 
 def test_numbers_stand_to_the_right_and_words_to_the_left():
@@ -49,3 +54,20 @@ def test_units_are_named_the_root_and_what_has_none_too():
 )
 def test_communication_is_called_not_fsdps_only_where_that_is_known(fqn, is_fsdp, name):
     assert format_owner(fqn, is_fsdp, "other") == name
+
+
+WORDS = st.lists(st.text("ab/-.", min_size=1, max_size=60), min_size=1, max_size=8).map(" ".join)
+
+
+@given(WORDS, WORDS, WORDS, WORDS)
+def test_commands_and_code_are_printed_whole_and_no_line_ends_with_spaces(
+    before: str, command: str, after: str, code: str
+) -> None:
+    prose = f"{before} `{command}` {after}"
+    printed = printed_of(
+        Group(Padding(Text(prose), (0, 0, 0, 2)), Padding(Text(code, style=CODE), (0, 0, 0, 6)))
+    )
+    assert f"`{command}`" in printed
+    assert printed.splitlines()[-1] == f"      {code}"
+    assert not re.search(" +$", printed, re.MULTILINE)
+    assert "".join(printed.split()) == "".join(f"{prose}{code}".split())
