@@ -26,7 +26,7 @@ from fsdp_inspect.simulation.changes import BLOCK
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import RunManifest, Unit
-from fsdp_inspect.trace.sharders import DDP, ZERO3
+from fsdp_inspect.trace.sharders import DDP, ZERO3, ddp_code
 
 LARGE_PART_RATIO = 0.2
 """A part with less than this fraction of a unit is not worth a unit of its own (R3)."""
@@ -394,7 +394,7 @@ def _search_of_unused(evidence: Evidence) -> Iterator[Finding]:
             f"Backwards {others} every parameter, like the recorded ones. Else torch stops with an "
             "error that names the setting.",
         ),
-        snippet="model = DistributedDataParallel(model, find_unused_parameters=False)",
+        snippet=ddp_code("find_unused_parameters", False),
     )
 
 

@@ -75,7 +75,7 @@ from fsdp_inspect.statistics import half_range_ratio
 from fsdp_inspect.trace.codes import ITEMSIZE, EventKind, Phase
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
-from fsdp_inspect.trace.sharders import DDP, ZERO1, ZERO2, traits_of
+from fsdp_inspect.trace.sharders import DDP, ZERO1, ZERO2, ddp_code, traits_of
 from fsdp_inspect.trace.tables import EventTable
 
 _MIB = float(1 << 20)
@@ -111,8 +111,8 @@ class BucketSettings:
     def snippet(self) -> str:
         """The settings as code of DDP, or as a part of DeepSpeed's configuration."""
         if not self.is_zero:
-            cap = "" if math.isnan(self.size) else f", bucket_cap_mb={self.size:g}"
-            return f"model = DistributedDataParallel(model{cap})"
+            is_known = not math.isnan(self.size)
+            return ddp_code("bucket_cap_mb", f"{self.size:g}") if is_known else ""
         stage = next(each for each, name in _OF_STAGE.items() if name == self.sharder)
         size = {} if math.isnan(self.size) else {"reduce_bucket_size": round(self.size)}
         settings = {"stage": stage, **size, "overlap_comm": self.overlaps}

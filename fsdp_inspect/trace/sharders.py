@@ -151,3 +151,13 @@ FSDP2_TRAITS = _TRAITS[FSDP2]
 def traits_of(sharder: str) -> SharderTraits:
     """The traits of a sharder; for an unknown name, the traits of FSDP2."""
     return _TRAITS.get(sharder, FSDP2_TRAITS)
+
+
+def ddp_code(setting: str, value: object) -> str:
+    """The code that sets an argument of DistributedDataParallel, also in frameworks around it."""
+    return (
+        f"model = DistributedDataParallel(model, {setting}={value})\n"
+        f"# Transformers: TrainingArguments(..., ddp_{setting}={value})\n"
+        f"# Lightning: DDPStrategy({setting}={value})\n"
+        f"# Accelerate: DistributedDataParallelKwargs({setting}={value})"
+    )

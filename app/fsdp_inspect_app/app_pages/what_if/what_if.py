@@ -429,7 +429,8 @@ def _show_buckets(entry: RunEntry, work: BucketWork) -> None:
             alt="Buckets of one backward, one row each",
         )
         with show_card("Export", key="keep"):
-            show_code(found.settings.snippet, key="snippet", language="python")
+            if found.settings.snippet:
+                show_code(found.settings.snippet, key="snippet", language="python")
             show_note("The same numbers in a terminal:")
             show_code(command_of(str(entry.path), chosen, knobs), key="simulate")
     with show_fold("Prediction, self-check and assumptions", key="reasons"):
