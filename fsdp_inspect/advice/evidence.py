@@ -164,7 +164,7 @@ class Finding:
     before everything else."""
     rows: tuple[TraceRow, ...] = ()
     """Events that show the problem; empty if it comes from settings or sums."""
-    effect: Effect = Effect(sentence="None is predicted.")
+    effect: Effect = Effect(sentence="No gain is predicted.")
     assumptions: tuple[str, ...] = ()
     snippet: str = ""
     """Lines to paste; empty if no line of code fixes the problem."""

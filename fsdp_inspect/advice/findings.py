@@ -134,9 +134,9 @@ def _effect_of_buckets(evidence: Evidence) -> Effect:
     """The effect of a change of communication, if no plan of the sharder can be simulated."""
     traits = evidence.manifest.sharder_traits
     if not traits.has_buckets:
-        return Effect(sentence=f"None is predicted. {traits.why_not_simulated}")
+        return Effect(sentence=f"No gain is predicted. {traits.why_not_simulated}")
     if isinstance(evidence.buckets, str):
-        return Effect(sentence=f"None is predicted. {evidence.buckets}")
+        return Effect(sentence=f"No gain is predicted. {evidence.buckets}")
     return Effect(sentence="The change of the buckets has its own prediction.")
 
 
@@ -189,7 +189,7 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
     name = _COSTS.get(limit)
     cost = evidence.verdict.numbers.get(name) if name else None
     if cost is None:
-        return Effect(sentence="None is predicted: the recorded data does not show the saving.")
+        return Effect(sentence="No gain is predicted: the recorded data does not show the saving.")
     balanced = evidence.verdict.numbers.get("balanced_ns")
     sentence = f"Saves at most {format_ns(cost)} a step."
     if limit is Limit.STRAGGLER and balanced is not None:
@@ -257,7 +257,9 @@ def _broken_plan(evidence: Evidence) -> Iterator[Finding]:
                 "follows its plan.",
             ),
             limits=True,
-            effect=Effect(sentence="None is predicted: the run did not follow the declared plan."),
+            effect=Effect(
+                sentence="No gain is predicted: the run did not follow the declared plan."
+            ),
         )
 
 

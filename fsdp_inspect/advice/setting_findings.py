@@ -219,7 +219,7 @@ def _waste(evidence: Evidence) -> Iterator[Finding]:
             _FROM_UNITS,
             _DO_ABOUT_WASTE.get(rule, ()),
             effect=Effect(
-                sentence=_EFFECT_OF_WASTE.get(rule, "None is predicted."),
+                sentence=_EFFECT_OF_WASTE.get(rule, "No gain is predicted."),
                 predicted_by=_PLANS_IN_16_BITS if rule == "R14" else "",
             ),
         )
@@ -340,7 +340,7 @@ def _retries(evidence: Evidence) -> Iterator[Finding]:
             "Set PYTORCH_ALLOC_CONF=expandable_segments:True.",
         ),
         {"num_alloc_retries": allocator.num_alloc_retries},
-        effect=Effect(sentence="None is predicted: the duration of a retry is not recorded."),
+        effect=Effect(sentence="No gain is predicted: the duration of a retry is not recorded."),
         snippet=_EXPANDABLE,
         verify="Record again, then: fsdp-inspect show NEW_RUN memory",
     )
@@ -358,7 +358,7 @@ def _offload(evidence: Evidence) -> Iterator[Finding]:
             "Derived from the recorded plan.",
             ('Pin it: CPUOffloadPolicy(pin_memory=True), or offload = "cpu_pinned" in the plan.',),
             effect=Effect(
-                sentence="None is predicted: the speed of pinned copies on this machine is not "
+                sentence="No gain is predicted: the speed of pinned copies on this machine is not "
                 "recorded."
             ),
             assumptions=("The host has enough memory to pin.",),
@@ -389,7 +389,7 @@ def _search_of_unused(evidence: Evidence) -> Iterator[Finding]:
         "find_unused_parameters=True traverses the graph in every step, and keeps the first order "
         "of the buckets instead of the order of the gradients.",
         ("Set find_unused_parameters=False, the default.",),
-        effect=Effect(sentence="None is predicted: the time of the search is not recorded."),
+        effect=Effect(sentence="No gain is predicted: the time of the search is not recorded."),
         assumptions=(
             f"Backwards {others} every parameter, like the recorded ones. Else torch stops with an "
             "error that names the setting.",

@@ -68,7 +68,9 @@ def _pipeline(evidence: Evidence) -> Iterator[Finding]:
         rows=_gather_rows(evidence, "forward") if repeats else (),
         effect=_effect_in_pipeline(evidence, pipeline)
         if repeats
-        else Effect(sentence="None is predicted: no unit is gathered again for each microbatch."),
+        else Effect(
+            sentence="No gain is predicted: no unit is gathered again for each microbatch."
+        ),
         assumptions=("Parameters stay unsharded between the microbatches of a step.",)
         if repeats
         else (),
