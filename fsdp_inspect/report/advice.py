@@ -120,6 +120,10 @@ def recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
     return next(iter(advice.findings), None), None
 
 
+_CODE_BELOW = ("Code", " ")
+"""The row above the lines of code."""
+
+
 def _title(suggestion: Suggestion, plan: PlanAdvice) -> str:
     number = len(plan.suggestions)
     place = f" (first of {number})" if number > 1 else ""
@@ -132,7 +136,7 @@ def _change(suggestion: Suggestion, plan: PlanAdvice) -> RenderableType:
         suggestion.what,
         ("Gain", saving[:1].upper() + saving[1:]),
         ("Memory", f"Peak {describe_plan_peak(suggestion)}"),
-        ("Risk", " ".join(suggestion.risks) or "None known"),
+        ("Risk", " ".join(suggestion.risks)),
         ("Code", suggestion.change.where),
     )
 
@@ -149,8 +153,8 @@ def _plan(plan: PlanAdvice) -> RenderableType:
         fastest.what,
         ("Step", f"{format_ns(fastest.step_ns)}: {saving}"),
         ("Memory", f"Peak {describe_plan_peak(fastest)}"),
-        ("Risk", " ".join(fastest.risks) or "None known"),
-        ("Code", ""),
+        ("Risk", " ".join(fastest.risks)),
+        _CODE_BELOW,
     )
 
 
@@ -160,24 +164,26 @@ def _fix(finding: Finding, advice: Advice) -> RenderableType:
         " ".join([*sentence, *finding.do]),
         ("Gain", finding.effect.sentence),
         ("Memory", _added_memory(finding)),
-        ("Risk", " ".join(f"Assumed: {line}" for line in finding.assumptions) or "None known"),
-        ("Code", "" if finding.snippet else "None is printed: see above"),
+        ("Risk", " ".join(f"Assumed: {line}" for line in finding.assumptions)),
+        _CODE_BELOW if finding.snippet else ("Code", ""),
     )
 
 
 def _summary(text: str, *rows: tuple[str, str]) -> RenderableType:
+    """A text, and below it the rows that have a value."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="dim")
     table.add_column()
     for name, value in rows:
-        table.add_row(name, _Clipped(value, _ROW_LINES))
+        if value:
+            table.add_row(name, _Clipped(value, _ROW_LINES))
     return Padding(Group(_Clipped(text, _TEXT_LINES), table), (0, 0, 0, 2))
 
 
 def _added_memory(finding: Finding) -> str:
     low, high = finding.effect.added_low_bytes, finding.effect.added_high_bytes
     if low is None or high is None:
-        return "Not predicted"
+        return ""
     span = _signed_bytes(low) if low == high else f"{_signed_bytes(low)} to {_signed_bytes(high)}"
     return f"Peak {span}"
 

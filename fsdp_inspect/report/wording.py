@@ -4,7 +4,7 @@ The text is plain: each report escapes it for its format.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
 
 from rich.console import RenderableType
@@ -21,6 +21,7 @@ from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, NoiseVerdict
 from fsdp_inspect.formatting import (
     MISSING,
+    capitalize,
     format_cause,
     format_count,
     format_ns,
@@ -72,7 +73,7 @@ def describe_provenance(provenance: Provenance | None, *groups: str) -> str:
 def describe_trust(
     trust: Trust, summary: Summary, error: float | None
 ) -> list[tuple[str, str, str]]:
-    """The evidence behind every number of a run: what it is, its value, and a detail.
+    """The evidence behind every number of a run: the metric, its value, and a detail.
 
     Args:
         trust: The evidence.
@@ -86,10 +87,43 @@ def describe_trust(
     spread = f"±{format_ratio(trust.spread_ratio)}" if trust.num_steps > 1 else MISSING
     ranks = f"{summary.num_ranks} of {plural(summary.world_size, 'rank')}"
     return [
-        ("Spread", spread, f"{plural(trust.num_steps, 'typical step')}, {ranks}"),
-        ("Without a core", cores, "of the time" if trust.run_delay else "not recorded"),
-        ("Self-check", check, "simulated / measured step"),
+        ("spread_ratio", spread, f"{plural(trust.num_steps, 'typical step')}, {ranks}"),
+        ("run_delay_ratio", cores, "of the time" if trust.run_delay else "not recorded"),
+        ("self_check_error", check, "simulated / measured step"),
     ]
+
+
+_WORDS = {
+    **{
+        format_cause(cause.label): find_metric(f"{cause.label}_ns").definition for cause in Cause
+    },
+    "(no unit)": "a collective that no unit or bucket owns: of the training loop, such as the mean "
+    "of a loss, or of the sharder, such as the norm of the gradients or buffers",
+    "(not FSDP)": find_metric("exposed_other_ns").definition,
+}
+"""Words for waits that a reader may not know, with their definitions."""
+
+
+def define_words(text: str) -> str:
+    """Define the words for waits in a text, one sentence each; empty without such words."""
+    found = (word for word in _WORDS if word in text)
+    return " ".join(f"{capitalize(word)}: {_WORDS[word]}." for word in found)
+
+
+def describe_cut(amounts: Sequence[float], most: int, show: Callable[[float], str]) -> str:
+    """State which part of a sum the first amounts are; empty if there are no others.
+
+    Args:
+        amounts: All amounts, the largest first.
+        most: The number of shown ones.
+        show: Formats an amount.
+    """
+    if len(amounts) <= most:
+        return ""
+    return (
+        f"The largest {most} of {len(amounts)}: {show(sum(amounts[:most]))} of "
+        f"{show(sum(amounts))}. The table has all."
+    )
 
 
 def describe_typical(summary: Summary) -> str:
