@@ -177,7 +177,7 @@ def _slow_group(group: SlowGroup) -> str:
 
 
 def _meanwhile(straggler: Straggler, num_ranks: int) -> str:
-    middle, others = "the median of the other ranks", "the other ranks"
+    middle, others = "the median of the other ranks", "other ranks"
     if num_ranks == 2:
         middle = others = "the other rank"
     mostly = f", mostly in {straggler.named_phase}" if straggler.named_phase else ""
