@@ -6,6 +6,7 @@ The text is plain: each report escapes it for its format.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
+from typing import Protocol
 
 from rich.console import RenderableType
 
@@ -25,6 +26,7 @@ from fsdp_inspect.formatting import (
     format_cause,
     format_count,
     format_ns,
+    format_owner,
     format_ratio,
     format_signed,
     plural,
@@ -34,6 +36,27 @@ from fsdp_inspect.report.layout import render_table
 
 _NO_NETWORK = "fake"
 """The backend of torch that an emulated run uses; its collectives transfer no data."""
+
+
+class Owned(Protocol):
+    """Communication, which may belong to a unit; its attributes are those of `format_owner`."""
+
+    @property
+    def fqn(self) -> str | None:
+        """None if it belongs to no unit."""
+
+    @property
+    def is_fsdp(self) -> bool | None:
+        """None if the source does not record it."""
+
+    @property
+    def dimension(self) -> str:
+        """The dimension of the device mesh."""
+
+
+def name_owner(owner: Owned) -> str:
+    """The name of the unit that owns communication, or a substitute."""
+    return format_owner(owner.fqn, owner.is_fsdp, owner.dimension)
 
 
 def describe_run(heading: RunHeading) -> str:

@@ -45,6 +45,7 @@ from fsdp_inspect.report.wording import (
     describe_typical,
     format_kind,
     format_metric,
+    name_owner,
 )
 from fsdp_inspect.result_types import (
     BreakdownCauses,
@@ -65,10 +66,7 @@ from fsdp_inspect_app.app_pages.advice.search import (
     known_self_check,
     search_in_background,
 )
-from fsdp_inspect_app.app_pages.overview.frames import (
-    frame_breakdown,
-    name_owner,
-)
+from fsdp_inspect_app.app_pages.overview.frames import frame_breakdown
 from fsdp_inspect_app.app_pages.runs.frames import frame_about
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
