@@ -98,7 +98,7 @@ _ALL = (
         "how much the typical steps vary: half of their range / their mean",
     ),
     Metric(
-        "self_check_error",
+        "self_check_ratio",
         "self-check",
         _RATIO,
         "simulated / measured step time of the recorded plan - 1: how far to trust a prediction of "
@@ -568,9 +568,9 @@ _ALL = (
         "goodput_ratio",
         "goodput",
         _RATIO,
-        "time of the phase training / wall time; this phase includes waits inside steps, and leaves "
-        "out the first step of each attempt, steps lost at a restart, evaluation, checkpoints, "
-        "compilation and standstills",
+        "time of the phase training / wall time; this phase includes waits inside steps, and "
+        "leaves out the first step of each attempt, steps lost at a restart, evaluation, "
+        "checkpoints, compilation and standstills",
         Better.HIGHER,
     ),
     Metric(

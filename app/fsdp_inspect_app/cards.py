@@ -94,9 +94,7 @@ class Tile:
     """The tooltip, as plain text."""
 
 
-def metric_tile(
-    name: str, value: str, detail: str | None = None, definition: str = ""
-) -> Tile:
+def metric_tile(name: str, value: str, detail: str | None = None, definition: str = "") -> Tile:
     """The tile of a metric: its label, a value as text, and its definition unless one is given."""
     metric = find_metric(name)
     return Tile(capitalize(metric.label), value, detail, definition or f"{metric.definition}.")

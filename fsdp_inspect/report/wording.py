@@ -111,15 +111,13 @@ def describe_trust(
     ranks = f"{summary.num_ranks} of {plural(summary.world_size, 'rank')}"
     return [
         ("spread_ratio", spread, f"{plural(trust.num_steps, 'typical step')}, {ranks}"),
-        ("run_delay_ratio", cores, "of the time" if trust.run_delay else "not recorded"),
-        ("self_check_error", check, "simulated / measured step"),
+        ("run_delay_ratio", cores, "of the recording" if trust.run_delay else "not recorded"),
+        ("self_check_ratio", check, "simulated / measured step"),
     ]
 
 
 _WORDS = {
-    **{
-        format_cause(cause.label): find_metric(f"{cause.label}_ns").definition for cause in Cause
-    },
+    **{format_cause(cause.label): find_metric(f"{cause.label}_ns").definition for cause in Cause},
     "(no unit)": "a collective that no unit or bucket owns: of the training loop, such as the mean "
     "of a loss, or of the sharder, such as the norm of the gradients or buffers",
     "(not FSDP)": find_metric("exposed_other_ns").definition,

@@ -245,7 +245,7 @@ def test_the_evidence_of_a_wait_for_data_is_such_a_wait(open_app, tmp_path):
 
 def test_overview_defines_its_words_and_states_what_a_list_leaves_out(open_app):
     text = read(open_app(SAMPLES, "overview", run="hsdp-4-ranks"))
-    for name in ("spread_ratio", "self_check_error", "run_delay_ratio", "blocking_ns"):
+    for name in ("spread_ratio", "self_check_ratio", "run_delay_ratio", "blocking_ns"):
         assert find_metric(name).definition in text, name
     owners = measure_summary(open_run(SAMPLES / "hsdp-4-ranks")).exposed.owners
     waits = [owner.exposed_ns for owner in owners if owner.exposed_ns]

@@ -159,7 +159,7 @@ def test_a_finding_that_limits_the_step_comes_before_the_plan(advice: Advice) ->
         "",
         "Recommended fix [R32]",
         "  Find the straggler: fsdp-inspect show RUN ranks.",
-        "  Gain    Saves at most 40.0 ms a step, the whole cost.",
+        "  Gain  Saves at most 40.0 ms a step, the whole cost.",
     ]
     assert not any(line.startswith(("  Memory", "  Risk", "  Code")) for line in lines)
     text = "\n".join(lines)

@@ -411,7 +411,8 @@ def _show_owners(run: Run) -> None:
     note = (
         f"Typical step of rank {exposed.rank}. Waits that overlap count for each unit, so the bars "
         "may add up to more than the exposed communication of the step. Click a bar to open its "
-        "unit. " + describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
+        "unit. "
+        + describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
         + f" {define_words(' '.join(map(name_owner, waits)))}"
     )
     show_chart_card(

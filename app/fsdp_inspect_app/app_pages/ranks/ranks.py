@@ -353,7 +353,8 @@ def _show_rank_steps(grid: RankGrid, rank: int) -> None:
         draw_rank_steps(grid, rank),
         frame_rank_steps(grid, rank),
         key="rank-steps",
-        alt=f"{metric.label} of rank {rank} over {len(grid.steps)} steps and the {name_middle(grid)}",
+        alt=f"{metric.label} of rank {rank} over {len(grid.steps)} steps, and the "
+        f"{name_middle(grid)}",
         note=f"{metric.label.capitalize()}: {metric.definition}. Click a step to open it.",
         on_click=open_column("ranks", STEP_KEY, grid.steps, rank=rank),
     )

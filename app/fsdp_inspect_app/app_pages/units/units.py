@@ -139,7 +139,7 @@ def _show_kernels(run: Run, unit: UnitCost | None = None) -> None:
     steps = f"{len(kernels.steps)} profiled steps of rank {kernels.rank}"
     note = (
         f"Mean of {steps}, under the profiler. Of {what.lower()} that run at once, the first one "
-        "counts; communication also counts while compute runs. (no unit): code outside of the units."
+        "counts; communication also counts while compute runs. (no unit): code outside of units."
     )
     if unit is not None:
         own = [cost for cost in kernels.groups if cost.fqn == unit.fqn]
