@@ -33,6 +33,8 @@ SCREEN_LINES = 23
 """Lines of the short form: a terminal of 24 lines, without the line of the prompt."""
 _TITLE_LINES, _TEXT_LINES, _ROW_LINES = 2, 3, 2
 """The highest number of lines of the headline, of a paragraph and of a row."""
+_LINES_OF_TEXT = (8, 4, 0)
+"""The lines that each text may have, tried in this order; 0: only those above."""
 _LIMIT_LINES = 6
 """The highest number of lines of the plan that fits a limit, beside a finding."""
 _RULES_COMMAND = "`fsdp-inspect advise --rules` lists the rules in brackets with their triggers."
@@ -99,9 +101,14 @@ class _OneScreen:
         if advice.refusal:
             text = f"No plan was simulated. {advice.refusal}"
             head += ["", _Clipped(text, _TEXT_LINES)]
-        before = console.render_lines(Group(*head), options, pad=False)
-        after = console.render_lines(Group(*_rest(advice)), options, pad=False)
-        most = SCREEN_LINES - len(before) - len(after)
+        for lines_of_text in _LINES_OF_TEXT:  # whole texts, if the best code fits too
+            roomy = options.copy()
+            roomy.max_height = lines_of_text
+            before = console.render_lines(Group(*head), roomy, pad=False)
+            after = console.render_lines(Group(*_rest(advice)), roomy, pad=False)
+            most = SCREEN_LINES - len(before) - len(after)
+            if len(_first_that_fits(console, options, code[:1], most)) <= most:
+                break
         middle = _first_that_fits(console, options, code, most)
         for line in (*before, *middle, *after):
             yield from (*line, Segment.line())
@@ -249,7 +256,7 @@ def _first_that_fits(
 
 
 class _Clipped:
-    """Text with a limited number of lines; an ellipsis marks a cut."""
+    """Text with a limited number of lines, more if the options allow; an ellipsis marks a cut."""
 
     def __init__(self, text: str, most: int, style: str = "") -> None:
         self._text = text
@@ -258,12 +265,13 @@ class _Clipped:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = Text(self._text, style=self._style).wrap(console, options.max_width)
-        if len(lines) > self._most:
-            last = lines[self._most - 1]
+        most = max(self._most, options.max_height)
+        if len(lines) > most:
+            last = lines[most - 1]
             last.rstrip()
             last.truncate(options.max_width - 1)
             last.append("…")
-        yield from lines[: self._most]
+        yield from lines[:most]
 
 
 # --- all details

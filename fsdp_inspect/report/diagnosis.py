@@ -791,10 +791,8 @@ def _no_problem(found: Diagnosis) -> str:
             f"{_in_step(found)}. The watchdog reports a hang later: see `--hang-after`."
         )
     if found.status is Status.HEALTHY and found.unknown is None:
-        how = ": every rank ended normally"
-        if found.is_running:
-            how = " so far: the ranks make progress"
-        return f"No failure{how}, and their collectives agree. Speed is not judged here."
+        how = "The ranks make progress" if found.is_running else "Every rank ended normally"
+        return f"{how}, and their collectives agree. Speed is not judged here."
     missing = format_ranks(found.missing_ranks) if found.missing_ranks else ""
     verb = "is" if len(found.missing_ranks) == 1 else "are"
     match found.unknown:

@@ -168,6 +168,15 @@ def test_a_finding_that_limits_the_step_comes_before_the_plan(advice: Advice) ->
     assert "--write" not in text
 
 
+def test_no_text_is_cut_while_the_screen_has_room(advice: Advice) -> None:
+    long = replace(STRAGGLER, do=("Find the straggler, and compare its input. " * 10,))
+    found = replace(advice, findings=(long,), answer=long.sentence, plan=None, refusal="No. " * 90)
+    lines = read(found)
+    assert len(lines) <= 23
+    assert "…" not in "".join(lines)
+    assert " ".join(lines).count("compare its input") == 10
+
+
 def test_a_limit_of_memory_has_its_plan_beside_a_finding(advice: Advice) -> None:
     assert advice.plan is not None
     plan = replace(advice.plan, memory_limit_bytes=20 * MIB)
