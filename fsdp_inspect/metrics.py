@@ -92,6 +92,20 @@ _ALL = (
         "recording, as the Linux scheduler counts it",
     ),
     Metric(
+        "spread_ratio",
+        "spread",
+        _RATIO,
+        "how much the typical steps vary: half of their range / their mean",
+    ),
+    Metric(
+        "self_check_ratio",
+        "self-check",
+        _RATIO,
+        "simulated / measured step time of the recorded plan - 1: how far to trust a prediction of "
+        "another plan",
+        Better.NEITHER,
+    ),
+    Metric(
         "straggler_ns",
         "straggler",
         _NS,
@@ -554,8 +568,9 @@ _ALL = (
         "goodput_ratio",
         "goodput",
         _RATIO,
-        "time of the phase training / wall time; this phase leaves out the first step of each "
-        "attempt, steps lost at a restart, evaluation, checkpoints, compilation and standstills",
+        "time of the phase training / wall time; this phase includes waits inside steps, and "
+        "leaves out the first step of each attempt, steps lost at a restart, evaluation, "
+        "checkpoints, compilation and standstills",
         Better.HIGHER,
     ),
     Metric(

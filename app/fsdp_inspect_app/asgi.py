@@ -21,6 +21,8 @@ from fsdp_inspect_app.launch import receive_access
 
 _TITLE = (b"<title>Streamlit</title>", b"<title>FSDP Inspect</title>")
 _HEAD = b"<head>"
+_SERVER = b'window.__streamlit = { BACKEND_BASE_URL: new URL(".", location.href).href };\n'
+"""Without it, Streamlit first looks for its server below the address of the page: a 404 a page."""
 _POLICY = "; ".join(
     (
         "default-src 'self'",
@@ -43,7 +45,7 @@ class Shell:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         script = Path(__file__).with_name("history.js").read_bytes()
-        self._head = b"".join((_HEAD, b"<script>\n", script, b"</script>"))
+        self._head = b"".join((_HEAD, b"<script>\n", _SERVER, script, b"</script>"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and change the answer if it is an HTML page."""

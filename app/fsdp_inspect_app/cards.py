@@ -16,7 +16,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 from streamlit.elements.lib.column_types import ColumnConfig
 
-from fsdp_inspect.formatting import MISSING, num_decimals
+from fsdp_inspect.formatting import MISSING, capitalize, num_decimals
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.wording import format_metric
@@ -69,7 +69,9 @@ def show_title(title: str, *, markdown: str = "") -> None:
 
 
 def show_text(markdown: str, **options: Any) -> None:
-    """Show text; options as for `st.markdown`."""
+    """Show text; options as for `st.markdown`. Empty text takes no place."""
+    if not markdown:
+        return
     page_sheet().add(SheetText(markdown))
     st.markdown(markdown, **options)
 
@@ -92,6 +94,12 @@ class Tile:
     """The tooltip, as plain text."""
 
 
+def metric_tile(name: str, value: str, detail: str | None = None, definition: str = "") -> Tile:
+    """The tile of a metric: its label, a value as text, and its definition unless one is given."""
+    metric = find_metric(name)
+    return Tile(capitalize(metric.label), value, detail, definition or f"{metric.definition}.")
+
+
 def metric_tiles(names: Sequence[str], result: object) -> list[Tile]:
     """The tiles of the metrics that a result has, with their definitions.
 
@@ -101,11 +109,7 @@ def metric_tiles(names: Sequence[str], result: object) -> list[Tile]:
     """
     values = {name: getattr(result, name, None) for name in names}
     return [
-        Tile(
-            find_metric(name).label.capitalize(),
-            format_metric(name, value),
-            definition=find_metric(name).definition,
-        )
+        metric_tile(name, format_metric(name, value))
         for name, value in values.items()
         if value is not None
     ]
@@ -318,6 +322,7 @@ def _show_rows(
     return st.dataframe(
         frame,
         hide_index=True,
+        column_order=frame.attrs.get("order"),
         column_config={**column_formats(frame), **(columns or {})},
         placeholder=MISSING,
         key=key,

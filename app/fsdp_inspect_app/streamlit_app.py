@@ -43,7 +43,7 @@ _HERE = Path(__file__).parent
 _ICON = str(_HERE / "icon.svg")
 _SIDEBAR_PX = 264
 _MOST_LETTERS = 200
-_PICKED_LETTERS = 22
+_PICKED_LETTERS = 26
 _MOST_PICKED = 500  # runs of the picker, whose names are all sent to the browser
 _NO_MANIFEST = (
     "Its folder has no run\\.json\\. Copy the file from the machine that recorded the run\\."

@@ -26,15 +26,19 @@ BYTES_PER_MIB = float(1 << 20)
 BYTES_PER_GB = 1e9
 
 
-def frame_of(spec: TableSpec, rows: Sequence[Any], *names: str) -> pd.DataFrame:
+def frame_of(
+    spec: TableSpec, rows: Sequence[Any], *names: str, first: Sequence[str] = ()
+) -> pd.DataFrame:
     """The table of some rows, with the unit of each column in its header.
 
-    `frame.attrs` holds the `definitions` of the columns and the `units` of the numbers, by header.
+    `frame.attrs` holds the `definitions` of the columns and the `units` of the numbers, by header,
+    and the `order` of the columns that a page shows.
 
     Args:
         spec: The columns.
         rows: The rows from which the columns read their values.
-        names: The columns to show, in order; default all that have a value.
+        names: The columns, in order; default all that have a value.
+        first: The columns that a page shows; the menu of the table shows the others. Default: all.
     """
     columns = (spec.only(*names) if names else spec.with_values(rows)).columns
     frame = pd.DataFrame(
@@ -44,6 +48,8 @@ def frame_of(spec: TableSpec, rows: Sequence[Any], *names: str) -> pd.DataFrame:
     frame.attrs["units"] = {
         column.header: column.unit.value for column in columns if column.unit is not None
     }
+    shown = [column.header for name in first for column in columns if column.name == name]
+    frame.attrs["order"] = shown or None
     return frame
 
 

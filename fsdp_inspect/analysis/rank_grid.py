@@ -95,12 +95,18 @@ def _step_times(run: RunSource) -> RankGrid:
 
 def _exposed(run: RunSource) -> RankGrid:
     rows = run.summary(kinds=[EventKind.STEP])
-    return _lay_out(run, "exposed_ns", rows, rows.exposed_ns)
+    return _lay_out(run, "exposed_ns", rows, _known_in_detail(run, rows, rows.exposed_ns))
 
 
 def _own_work(run: RunSource) -> RankGrid:
     rows = run.summary(kinds=[EventKind.STEP])
-    return _lay_out(run, "own_work_ns", rows, rows.duration_ns - rows.exposed_ns)
+    own = rows.duration_ns - rows.exposed_ns
+    return _lay_out(run, "own_work_ns", rows, _known_in_detail(run, rows, own))
+
+
+def _known_in_detail(run: RunSource, rows: SummaryTable, amounts: NDArray[np.int64]) -> _Grid:
+    """Amounts that need the waits of a step, which plain steps do not record; NaN: unknown."""
+    return np.where(np.isin(rows.step, select_steps(run).plain), np.nan, amounts)
 
 
 def _peaks(run: RunSource) -> RankGrid:
@@ -149,7 +155,7 @@ GRID_METRICS: dict[str, Callable[[RunSource], RankGrid]] = {
 
 
 def _lay_out(
-    run: RunSource, metric: str, rows: SummaryTable, amounts: NDArray[np.int64]
+    run: RunSource, metric: str, rows: SummaryTable, amounts: NDArray[np.int64] | _Grid
 ) -> RankGrid:
     ranks, steps = np.unique(rows.rank), np.unique(rows.step)
     values = np.full((len(ranks), len(steps)), np.nan)

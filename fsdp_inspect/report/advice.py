@@ -34,6 +34,8 @@ SCREEN_LINES = 23
 """Lines of the short form: a terminal of 24 lines, without the line of the prompt."""
 _TITLE_LINES, _TEXT_LINES, _ROW_LINES = 2, 3, 2
 """The highest number of lines of the headline, of a paragraph and of a row."""
+_LINES_OF_TEXT = (8, 4, 0)
+"""The lines that each text may have, tried in this order; 0: only those above."""
 _LIMIT_LINES = 6
 """The highest number of lines of the plan that fits a limit, beside a finding."""
 _RULES_COMMAND = "`fsdp-inspect advise --rules` lists the rules in brackets with their triggers."
@@ -100,9 +102,14 @@ class _OneScreen:
         tail: list[RenderableType] = []
         if advice.refusal:
             tail = ["", _Clipped(f"No plan was simulated. {advice.refusal}", _TEXT_LINES)]
-        before = console.render_lines(Group(*head), options, pad=False)
-        after = console.render_lines(Group(*tail, *_rest(advice)), options, pad=False)
-        most = SCREEN_LINES - len(before) - len(after)
+        for lines_of_text in _LINES_OF_TEXT:  # whole texts, if the best code fits too
+            roomy = options.copy()
+            roomy.max_height = lines_of_text
+            before = console.render_lines(Group(*head), roomy, pad=False)
+            after = console.render_lines(Group(*tail, *_rest(advice)), roomy, pad=False)
+            most = SCREEN_LINES - len(before) - len(after)
+            if len(_first_that_fits(console, options, code[:1], most)) <= most:
+                break
         middle = _first_that_fits(console, options, code, most)
         for line in (*before, *middle, *after):
             yield from (*line, Segment.line())
@@ -122,6 +129,10 @@ def recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
     return next(iter(findings), None), None
 
 
+_CODE_BELOW = ("Code", " ")
+"""The row above the lines of code."""
+
+
 def _title(suggestion: Suggestion, plan: PlanAdvice) -> str:
     number = len(plan.suggestions)
     place = f" (first of {number})" if number > 1 else ""
@@ -134,7 +145,7 @@ def _change(suggestion: Suggestion, plan: PlanAdvice) -> RenderableType:
         suggestion.what,
         ("Gain", saving[:1].upper() + saving[1:]),
         ("Memory", f"Peak {describe_plan_peak(suggestion)}"),
-        ("Risk", " ".join(suggestion.risks) or "None known"),
+        ("Risk", " ".join(suggestion.risks)),
         ("Code", suggestion.change.where),
     )
 
@@ -151,8 +162,8 @@ def _plan(plan: PlanAdvice) -> RenderableType:
         fastest.what,
         ("Step", f"{format_ns(fastest.step_ns)}: {saving}"),
         ("Memory", f"Peak {describe_plan_peak(fastest)}"),
-        ("Risk", " ".join(fastest.risks) or "None known"),
-        ("Code", ""),
+        ("Risk", " ".join(fastest.risks)),
+        _CODE_BELOW,
     )
 
 
@@ -162,24 +173,26 @@ def _fix(finding: Finding, advice: Advice) -> RenderableType:
         " ".join([*sentence, *finding.do]),
         ("Gain", finding.effect.sentence),
         ("Memory", _added_memory(finding)),
-        ("Risk", " ".join(f"Assumed: {line}" for line in finding.assumptions) or "None known"),
-        ("Code", "" if finding.snippet else "None is printed: see above"),
+        ("Risk", " ".join(f"Assumed: {line}" for line in finding.assumptions)),
+        _CODE_BELOW if finding.snippet else ("Code", ""),
     )
 
 
 def _summary(text: str, *rows: tuple[str, str]) -> RenderableType:
+    """A text, and below it the rows that have a value."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="dim")
     table.add_column()
     for name, value in rows:
-        table.add_row(name, _Clipped(value, _ROW_LINES))
+        if value:
+            table.add_row(name, _Clipped(value, _ROW_LINES))
     return Padding(Group(_Clipped(text, _TEXT_LINES), table), (0, 0, 0, 2))
 
 
 def _added_memory(finding: Finding) -> str:
     low, high = finding.effect.added_low_bytes, finding.effect.added_high_bytes
     if low is None or high is None:
-        return "Not predicted"
+        return ""
     span = _signed_bytes(low) if low == high else f"{_signed_bytes(low)} to {_signed_bytes(high)}"
     return f"Peak {span}"
 
@@ -245,7 +258,7 @@ def _first_that_fits(
 
 
 class _Clipped:
-    """Text with a limited number of lines; an ellipsis marks a cut."""
+    """Text with a limited number of lines, more if the options allow; an ellipsis marks a cut."""
 
     def __init__(self, text: str, most: int, style: str = "") -> None:
         self._text = text
@@ -254,13 +267,14 @@ class _Clipped:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         text, words = self._text, _WORDS.findall(self._text)
+        most = max(self._most, options.max_height)
         while True:
             lines = Text(text, style=self._style).wrap(console, options.max_width)
-            if len(lines) <= self._most or not words:
+            if len(lines) <= most or not words:
                 break
             words.pop()
             text = f"{' '.join(words)} …"
-        yield from lines[: self._most]
+        yield from lines[:most]
 
 
 _WORDS = re.compile(r"`[^`]*`\S*|\S+")

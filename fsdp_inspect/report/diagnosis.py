@@ -217,7 +217,8 @@ def headline_diagnosis(found: Diagnosis) -> str:
             return f"Nothing has moved for {_seconds(found.still_s)}."
         if found.unknown is Unknown.NO_BLACK_BOX and found.status is Status.HEALTHY:
             return "Every rank ended normally."
-        return "Healthy." if found.status is Status.HEALTHY else "Cannot tell what went wrong."
+        is_healthy = found.status is Status.HEALTHY
+        return "No failure found." if is_healthy else "Cannot tell what went wrong."
     if found.training is not None:
         return found.training.headline
     who = format_ranks(found.ranks) if 0 < len(found.ranks) <= 2 else f"{len(found.ranks)} ranks"
@@ -790,9 +791,8 @@ def _no_problem(found: Diagnosis) -> str:
             f"{_in_step(found)}. The watchdog reports a hang later: see `--hang-after`."
         )
     if found.status is Status.HEALTHY and found.unknown is None:
-        if found.is_running:
-            return "Healthy so far: the ranks make progress, and their collectives agree."
-        return "Healthy: every rank ended normally, and their collectives agree."
+        how = "The ranks make progress" if found.is_running else "Every rank ended normally"
+        return f"{how}, and their collectives agree. Speed is not judged here."
     missing = format_ranks(found.missing_ranks) if found.missing_ranks else ""
     verb = "is" if len(found.missing_ranks) == 1 else "are"
     match found.unknown:

@@ -1,7 +1,6 @@
 """Render the exposed waits of a rank for a terminal."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -24,7 +23,6 @@ from fsdp_inspect.formatting import (
     format_cause,
     format_ms,
     format_ns,
-    format_owner,
     format_ratio,
     format_unit,
     phrase_cause,
@@ -40,11 +38,13 @@ from fsdp_inspect.report.layout import (
     with_prefix,
 )
 from fsdp_inspect.report.wording import (
+    Owned,
     causes_table,
     describe_main_cause,
     format_kind,
     format_method,
     format_metric,
+    name_owner,
 )
 
 MOST_OWNERS = 12
@@ -69,22 +69,6 @@ _TRANSFERS = {
     "rank": "time on this rank, which may include waits for other ranks",
     "mixed": "shortest duration over the ranks, where they share the collective",
 }
-
-
-class Owned(Protocol):
-    """Communication, which may belong to a unit."""
-
-    @property
-    def fqn(self) -> str | None:
-        """None if it belongs to no unit."""
-
-    @property
-    def is_fsdp(self) -> bool | None:
-        """None if the source does not record it."""
-
-    @property
-    def dimension(self) -> str:
-        """The dimension of the device mesh."""
 
 
 def render_waits(found: RankWaits) -> RenderableType:
@@ -208,7 +192,7 @@ def _evidence(found: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
         *exposed.evidence,
         *(wait.ahead for wait in exposed.evidence if wait.ahead),
     ]
-    short = shorten_names(_name_owner(owner) for owner in owners)
+    short = shorten_names(name_owner(owner) for owner in owners)
     table = new_table("step", "<collective", "issued", "needed", "ended", "exposed", "<main cause")
     for wait in exposed.evidence:
         table.add_row(
@@ -226,18 +210,14 @@ def _evidence(found: RankWaits, exposed: Exposed) -> Iterator[RenderableType]:
 
 def _collective(wait: ExposedWait, short: ShortNames) -> Text:
     place = f" ({wait.phase})" if wait.phase in ("forward", "backward") else ""
-    owner = short(_name_owner(wait))
+    owner = short(name_owner(wait))
     return Text(f"{owner} {format_kind(wait.kind)}{place}")
-
-
-def _name_owner(owner: Owned) -> str:
-    return format_owner(owner.fqn, owner.is_fsdp, owner.dimension)
 
 
 def _mostly(wait: ExposedWait, short: ShortNames) -> Text:
     mostly = format_cause(wait.cause)
     if wait.cause == "serialized" and wait.ahead is not None:
-        owner = short(_name_owner(wait.ahead))
+        owner = short(name_owner(wait.ahead))
         mostly += f" behind {owner} {format_kind(wait.ahead.kind)}"
     return Text(mostly)
 

@@ -17,7 +17,11 @@ from fsdp_inspect.analysis.stragglers.expert_load import ExpertGroup, ExpertLoad
 from fsdp_inspect.analysis.stragglers.rank_replay import StepReplay
 from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks
 from fsdp_inspect.analysis.verdict import SlowGroup, Straggler
-from fsdp_inspect.analysis.verdict.words import describe_slow_group, describe_waits_along
+from fsdp_inspect.analysis.verdict.words import (
+    describe_extra_work,
+    describe_slow_group,
+    describe_waits_along,
+)
 from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.formatting import MISSING, capitalize, format_ns, format_ranks, format_ratio
 from fsdp_inspect.metrics import find_metric
@@ -38,7 +42,7 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
     elif ranks.straggler is not None and ranks.replay is not None:
         lines = [
             _straggler(ranks.straggler),
-            _meanwhile(ranks.straggler),
+            _meanwhile(ranks.straggler, len(ranks.ranks)),
             *filter(None, [describe_waits_along(ranks.straggler.waits_ns)]),
             _replay(ranks.replay, ranks.straggler),
         ]
@@ -146,8 +150,8 @@ def describe_rank(row: RankRow) -> str:
     if row.last_ratio is not None:
         arrives = (
             f" It arrives last at {format_metric('last_ratio', row.last_ratio)} of the "
-            "collectives. Over all of them, also those at which it is not last, its median delay "
-            f"after the first rank is {format_metric('lateness_ns', row.lateness_ns)}."
+            "collectives. Its median delay after the first rank, over all of them, is "
+            f"{format_metric('lateness_ns', row.lateness_ns)}."
         )
     return (
         f"Rank {row.rank}{where}: {format_metric('step_time_ns', row.step_time_ns)} a step, of "
@@ -172,13 +176,17 @@ def _slow_group(group: SlowGroup) -> str:
     )
 
 
-def _meanwhile(straggler: Straggler) -> str:
+def _meanwhile(straggler: Straggler, num_ranks: int) -> str:
+    middle, others = "the median of the other ranks", "other ranks"
+    if num_ranks == 2:
+        middle = others = "the other rank"
+    mostly = f", mostly in {straggler.named_phase}" if straggler.named_phase else ""
+    extra = describe_extra_work(straggler)
     return (
         f"It arrives last at {format_metric('last_ratio', straggler.last_ratio)} of the "
-        f"collectives, {format_metric('late_ns', straggler.late_ns)} after the median rank, mostly "
-        f"in {straggler.phase}. Its {straggler.meanwhile.replace('_', ' ')} takes "
-        f"{format_metric('meanwhile_ns', straggler.meanwhile_ns)} longer per step than on other "
-        f"ranks. The cost is {format_metric('cost_ratio', straggler.cost_ratio)} of the step."
+        f"collectives, {format_metric('late_ns', straggler.late_ns)} after {middle}{mostly}. "
+        + (f"Its {extra} per step than on {others}. " if extra else "")
+        + f"The cost is {format_metric('cost_ratio', straggler.cost_ratio)} of the step."
     )
 
 
@@ -261,17 +269,18 @@ def describe_comparing(ranks: Ranks) -> str:
 
 MOST_RANKS = 16
 MOST_SKEWS = 8
-_RANK_COLUMNS = (
+RANK_COLUMNS = (
     "rank",
     "step_time_ns",
     "own_work_ns",
     "exposed_ns",
-    "overlap_ratio",
-    "last_ratio",
     "lateness_ns",
+    "last_ratio",
+    "overlap_ratio",
     "peak_allocated_bytes",
     "host",
 )
+"""The columns of `Ranks.TABLE` that fit 80 characters, and a page at its usual width."""
 
 
 def render_ranks(
@@ -293,7 +302,7 @@ def render_ranks(
             [
                 "",
                 Text(_ranks_title(ranks.ranks, shown), style="bold"),
-                render_table(Ranks.TABLE, shown, *_RANK_COLUMNS),
+                render_table(Ranks.TABLE, shown, *RANK_COLUMNS),
             ]
         )
     if any(len(row.dimensions) > 1 for row in shown):

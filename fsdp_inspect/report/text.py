@@ -54,6 +54,7 @@ from fsdp_inspect.report.wording import (
     format_method,
     format_metric,
     name_backend,
+    name_owner,
 )
 from fsdp_inspect.trace.kernels import KernelKind
 
@@ -143,8 +144,7 @@ def _largest_waits(summary: Summary) -> Iterable[Text]:
     exposed = [owner for owner in owners if owner.exposed_ns > 0][:MOST_NAMED]
     if exposed:
         waits = ", ".join(
-            f"{format_owner(owner.fqn, owner.is_fsdp, owner.dimension)} {format_kind(owner.kind)} "
-            f"{format_ns(owner.exposed_ns)}"
+            f"{name_owner(owner)} {format_kind(owner.kind)} {format_ns(owner.exposed_ns)}"
             for owner in exposed
         )
         yield Text(f"Largest waits per step: {waits}.")

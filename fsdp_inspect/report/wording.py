@@ -4,8 +4,9 @@ The text is plain: each report escapes it for its format.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
+from typing import Protocol
 
 from rich.console import RenderableType
 
@@ -21,9 +22,11 @@ from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, NoiseVerdict
 from fsdp_inspect.formatting import (
     MISSING,
+    capitalize,
     format_cause,
     format_count,
     format_ns,
+    format_owner,
     format_ratio,
     format_signed,
     plural,
@@ -33,6 +36,27 @@ from fsdp_inspect.report.layout import render_table
 
 _NO_NETWORK = "fake"
 """The backend of torch that an emulated run uses; its collectives transfer no data."""
+
+
+class Owned(Protocol):
+    """Communication, which may belong to a unit; its attributes are those of `format_owner`."""
+
+    @property
+    def fqn(self) -> str | None:
+        """None if it belongs to no unit."""
+
+    @property
+    def is_fsdp(self) -> bool | None:
+        """None if the source does not record it."""
+
+    @property
+    def dimension(self) -> str:
+        """The dimension of the device mesh."""
+
+
+def name_owner(owner: Owned) -> str:
+    """The name of the unit that owns communication, or a substitute."""
+    return format_owner(owner.fqn, owner.is_fsdp, owner.dimension)
 
 
 def describe_run(heading: RunHeading) -> str:
@@ -72,7 +96,7 @@ def describe_provenance(provenance: Provenance | None, *groups: str) -> str:
 def describe_trust(
     trust: Trust, summary: Summary, error: float | None
 ) -> list[tuple[str, str, str]]:
-    """The evidence behind every number of a run: what it is, its value, and a detail.
+    """The evidence behind every number of a run: the metric, its value, and a detail.
 
     Args:
         trust: The evidence.
@@ -86,10 +110,41 @@ def describe_trust(
     spread = f"±{format_ratio(trust.spread_ratio)}" if trust.num_steps > 1 else MISSING
     ranks = f"{summary.num_ranks} of {plural(summary.world_size, 'rank')}"
     return [
-        ("Spread", spread, f"{plural(trust.num_steps, 'typical step')}, {ranks}"),
-        ("Without a core", cores, "of the time" if trust.run_delay else "not recorded"),
-        ("Self-check", check, "simulated / measured step"),
+        ("spread_ratio", spread, f"{plural(trust.num_steps, 'typical step')}, {ranks}"),
+        ("run_delay_ratio", cores, "of the recording" if trust.run_delay else "not recorded"),
+        ("self_check_ratio", check, "simulated / measured step"),
     ]
+
+
+_WORDS = {
+    **{format_cause(cause.label): find_metric(f"{cause.label}_ns").definition for cause in Cause},
+    "(no unit)": "a collective that no unit or bucket owns: of the training loop, such as the mean "
+    "of a loss, or of the sharder, such as the norm of the gradients or buffers",
+    "(not FSDP)": find_metric("exposed_other_ns").definition,
+}
+"""Words for waits that a reader may not know, with their definitions."""
+
+
+def define_words(text: str) -> str:
+    """Define the words for waits in a text, one sentence each; empty without such words."""
+    found = (word for word in _WORDS if word in text)
+    return " ".join(f"{capitalize(word)}: {_WORDS[word]}." for word in found)
+
+
+def describe_cut(amounts: Sequence[float], most: int, show: Callable[[float], str]) -> str:
+    """State which part of a sum the first amounts are; empty if there are no others.
+
+    Args:
+        amounts: All amounts, the largest first.
+        most: The number of shown ones.
+        show: Formats an amount.
+    """
+    if len(amounts) <= most:
+        return ""
+    return (
+        f"The largest {most} of {len(amounts)}: {show(sum(amounts[:most]))} of "
+        f"{show(sum(amounts))}. The table has all."
+    )
 
 
 def describe_typical(summary: Summary) -> str:

@@ -159,6 +159,8 @@ class BucketStep:
     """All-reduces of buckets in the step."""
     buckets: tuple[SimulatedBucket, ...]
     """The buckets of one backward, in the order of their all-reduces."""
+    waits: tuple[tuple[int, int], ...]
+    """The waits of that backward for all-reduces: start and end of each, from its begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +318,7 @@ class BucketWork:
         free_from = 0.0 if settings.is_zero or settings.overlaps else self.computes_ns
         is_behind = settings.is_zero and settings.overlaps and not self.on_host
         end = blocked = 0.0
-        found = []
+        found, waits = [], []
         for place, (members, ready) in enumerate(zip(buckets, ready_ns, strict=True)):
             size = sum(self.gradients[each].num_bytes for each in members)
             ready += blocked
@@ -324,12 +326,14 @@ class BucketWork:
             duration = line.duration_ns(size, factor)
             end = start + duration
             if settings.is_zero:
-                blocked += (start if is_behind else end) - ready
+                waits.append((ready, start if is_behind else end))
+                blocked += waits[-1][1] - ready
             found.append(
                 SimulatedBucket(
                     f"bucket {place}", len(members), size, round(ready), round(start), duration
                 )
             )
+        waits.append((self.computes_ns + blocked, end))
         per_step = self._backwards_per_step(settings)
         exposed = max(end - self.computes_ns, 0.0) * per_step
         return BucketStep(
@@ -337,6 +341,7 @@ class BucketWork:
             exposed_ns=round(exposed),
             communication_ns=round(per_step * sum(b.duration_ns for b in found)),
             buckets=tuple(found),
+            waits=tuple((round(first), round(last)) for first, last in waits if last > first),
         )
 
     def _ready_ns(self, buckets: Sequence[Sequence[int]], settings: BucketSettings) -> list[float]:

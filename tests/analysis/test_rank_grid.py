@@ -60,6 +60,17 @@ def test_exposed_and_own_work_add_up_to_the_step():
     np.testing.assert_array_equal(own + exposed, [[40, 50], [40, 50]])
 
 
+def test_waits_of_plain_steps_are_unknown_and_so_is_own_work():
+    builder = RunBuilder(world_size=1)
+    for step in range(3):
+        builder.rank(0).step(step, 10 * step, 10 * step + 10, is_plain=step == 1)
+    run = builder.build()
+    for metric, known in (("exposed_ns", 0), ("own_work_ns", 10)):
+        grid = measure_rank_grid(run, metric=metric)
+        np.testing.assert_array_equal(grid.values, [[known, NAN, known]])
+    np.testing.assert_array_equal(measure_rank_grid(run, metric="step_time_ns").values, [[10] * 3])
+
+
 def test_lateness_is_the_time_after_the_first_rank():
     grid = measure_rank_grid(build_run((30, 10), (20, 40)), metric="lateness_ns")
     np.testing.assert_array_equal(grid.values, [[20, 0], [0, 20]])

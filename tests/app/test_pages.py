@@ -15,6 +15,7 @@ from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, format_ratio
 from fsdp_inspect.importing.kineto import import_traces
+from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Phase
@@ -240,6 +241,16 @@ def test_the_evidence_of_a_wait_for_data_is_such_a_wait(open_app, tmp_path):
     assert query["range"] == [f"0-0-{60 * MS}"]
     app = open_app(tmp_path, "timeline", **{name: values[0] for name, values in query.items()})
     assert not app.exception
+
+
+def test_overview_defines_its_words_and_states_what_a_list_leaves_out(open_app):
+    text = read(open_app(SAMPLES, "overview", run="hsdp-4-ranks"))
+    for name in ("spread_ratio", "self_check_ratio", "run_delay_ratio", "blocking_ns"):
+        assert find_metric(name).definition in text, name
+    owners = measure_summary(open_run(SAMPLES / "hsdp-4-ranks")).exposed.owners
+    waits = [owner.exposed_ns for owner in owners if owner.exposed_ns]
+    assert len(waits) > 8
+    assert f"The largest 8 of {len(waits)}: {format_ns(sum(waits[:8]))} of " in text
 
 
 def test_overviews_step_adds_up(shown, runs_folder):

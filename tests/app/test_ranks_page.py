@@ -57,10 +57,10 @@ def test_what_the_address_names_wrongly_is_as_if_not_named(open_app):
     app = open_app(SAMPLES, "ranks", run=SAMPLE, rank="-1", measure="<script>")
     assert not app.exception
     assert "rank" not in app.query_params
-    assert app.query_params["measure"] == "step time"
+    assert app.query_params["measure"] == "own work"
 
 
-@pytest.mark.parametrize("measure", ["exposed", "own work", "peak", "lateness"])
+@pytest.mark.parametrize("measure", ["step time", "exposed", "peak", "lateness"])
 def test_the_map_shows_what_is_chosen(open_app, runs_folder, measure):
     app = open_app(runs_folder, "ranks", run="whole", measure=measure)
     assert not app.exception

@@ -133,8 +133,8 @@ def test_the_peak_is_one_number(pages: Pages) -> None:
     memory = pages.run.summary().memory
     peak = format_bytes(memory.peak_allocated_bytes)
     mib = pytest.approx(memory.peak_allocated_bytes / 2**20)
-    run = pages.row("runs", "folder", pages.name, "peak allocated (MiB)")
-    assert run["peak allocated (MiB)"] == mib
+    run = pages.row("runs", "folder", pages.name, "peak (MiB)")
+    assert run["peak (MiB)"] == mib
     for page in ("overview", "memory"):
         assert pages.metrics(page)["Peak allocated"][0] == peak
     assert pages.frames("memory", "unit", "at the peak (MiB)")[0]["at the peak (MiB)"].sum() == mib

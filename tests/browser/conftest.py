@@ -270,9 +270,7 @@ class Dashboard:
         self.page.set_viewport_size(size)
 
     def _note(self, message: ConsoleMessage) -> None:
-        # Streamlit first looks for its server below a page's own path, and does not find it.
-        is_probe = "_stcore" in message.location.get("url", "") and "404" in message.text
-        if message.type in ("error", "warning") and not is_probe:
+        if message.type in ("error", "warning"):
             self.complaints.append(f"{message.type}: {message.text}")
 
 

@@ -54,6 +54,19 @@ def test_it_fits_the_window(server, tab, parameters, screenshots, page, scheme, 
     check(dashboard, widths, screenshots, page.name, scheme)
 
 
+_CUT = """() => [".dvn-scroller", "[data-testid=stSidebar] [data-testid=stSelectbox] input"]
+  .flatMap((kind) => [...document.querySelectorAll(kind)])
+  .filter((one) => one.scrollWidth > one.clientWidth)
+  .map((one) => one.value ?? one.closest("[class*=st-key-]").className)"""
+
+
+@pytest.mark.parametrize("page", ["runs", "ranks", "units", "memory", "compare"])
+def test_no_column_and_no_run_name_is_cut_at_1440(server, tab, parameters, page):
+    dashboard = tab(server, width=1440)
+    dashboard.load(page, **parameters[page])
+    assert dashboard.page.evaluate(_CUT) == []
+
+
 @pytest.mark.parametrize(("scheme", "widths"), SCHEMES, ids=["light", "dark"])
 def test_the_page_of_a_unit_fits_the_window(server, tab, parameters, screenshots, scheme, widths):
     dashboard = tab(server, width=widths[0], scheme=scheme)

@@ -1,9 +1,11 @@
 """The straggler is stated as an answer, and all output fits 80 columns."""
 
+from dataclasses import replace
+
 import pytest
 
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
-from fsdp_inspect.report.ranks_wording import render_ranks
+from fsdp_inspect.report.ranks_wording import describe_answer, render_ranks
 from tests.analysis.stragglers.test_ranks import build_run
 from tests.builders import RunBuilder, steady_run
 from tests.llama70b import llama_70b_run
@@ -66,6 +68,20 @@ def test_a_refused_clock_is_noted_and_who_waits_least_is_told():
     text = shown(build_run(*[(100, 160)] * 3, hosts=["a", "b"]))
     assert "Rank 1 waits least: 100% of the collectives are shortest on this rank" in text
     assert "note: The clock of rank 1 cannot be aligned:" in text
+
+
+def test_two_ranks_have_no_median_and_slow_data_is_no_late_backward():
+    ranks = measure_ranks(build_run(*[(100, 160)] * 6))
+    assert ranks.straggler is not None
+    answer = " ".join(describe_answer(ranks))
+    assert "60 ns after the other rank" in answer
+    assert "median" not in answer
+    waits = replace(
+        ranks.straggler, phase="backward", meanwhile="data", meanwhile_ns=ranks.straggler.cost_ns
+    )
+    answer = " ".join(describe_answer(replace(ranks, straggler=waits)))
+    assert "Its data takes" in answer
+    assert "backward" not in answer
 
 
 def test_of_many_ranks_the_extremes_are_listed():

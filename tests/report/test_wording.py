@@ -2,8 +2,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp_inspect.formatting import MISSING
+from fsdp_inspect.formatting import MISSING, format_ns
+from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.wording import (
+    define_words,
+    describe_cut,
     describe_main_cause,
     format_change,
     format_error,
@@ -47,3 +50,18 @@ def test_the_main_cause_names_what_the_floor_hides(causes, said, in_headline):
     waits = [SimpleNamespace(causes_ns={name: ns}) for name, ns in causes.items()]
     assert describe_main_cause(waits) == said
     assert describe_main_cause(waits, is_headline=True) == in_headline
+
+
+def test_words_for_waits_are_defined_as_in_the_table_of_metrics():
+    defined = define_words("(no unit) all-reduce: mostly floor, then late issue")
+    assert f"Floor: {find_metric('floor_ns').definition}." in defined
+    assert f"Late issue: {find_metric('late_issue_ns').definition}." in defined
+    assert "(no unit): a collective that no unit or bucket owns" in defined
+    assert "Blocking" not in defined
+    assert define_words("The step is input-bound.") == ""
+
+
+def test_a_list_that_is_cut_states_the_part_that_it_shows():
+    assert describe_cut([3e6, 2e6], 2, format_ns) == ""
+    words = describe_cut([3e6, 2e6, 1e6], 2, format_ns)
+    assert words == "The largest 2 of 3: 5.00 ms of 6.00 ms. The table has all."

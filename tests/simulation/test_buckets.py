@@ -128,6 +128,8 @@ def test_the_prediction_of_a_size_is_the_step_with_that_size(
     assert abs(found.replay_error) < 1e-3
     assert [each.num_tensors for each in found.rows()] == [len(each) for each in wanted]
     assert found.predicted.step_time_ns == pytest.approx(truth.step_time_ns, rel=2e-3)
+    waited_ns = sum(end - start for start, end in found.predicted.waits)
+    assert waited_ns == pytest.approx(found.predicted.exposed_ns, abs=ROUNDING_NS)
     assert found.low_ns <= truth.step_time_ns <= found.high_ns
     gain_ns = work.step_time_ns - truth.step_time_ns
     assert found.gain_low_ns - ROUNDING_NS <= gain_ns <= found.gain_high_ns + ROUNDING_NS

@@ -55,6 +55,10 @@ class OtherPart:
     """Exposed time of all communication that FSDP did not issue."""
 
 
+PHASES_BY_NAME = frozenset({"forward", "backward"})
+"""The phases that a text names. The other phases do not locate a wait."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
     """The rank that the other ranks wait for."""
@@ -83,6 +87,16 @@ class Straggler:
     waits_ns: dict[str, int]
     """Longest wait of a rank for it per step, by dimension of the mesh, longest first. Waits at
     collectives at which it arrives last. Empty for a mesh of one dimension."""
+
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether waiting for batches makes at least half of its cost."""
+        return self.meanwhile == "data" and 2 * self.meanwhile_ns >= self.cost_ns
+
+    @property
+    def named_phase(self) -> str:
+        """`phase`, if it locates the extra work; empty: it does not."""
+        return "" if self.waits_for_data or self.phase not in PHASES_BY_NAME else self.phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.verdict.facts import (
     LEAST_IDLE_RATIO,
+    PHASES_BY_NAME,
     STRAGGLER_RATIO,
     Limit,
     OtherPart,
@@ -73,9 +74,6 @@ FIND_CALL = (
 Words = tuple[str, str, str, tuple[str, ...]]
 """The headline, the main reason in one short sentence, the complete reason, the changes to try
 next."""
-
-_PHASES_BY_NAME = frozenset({"forward", "backward"})
-"""The phases that a text names. The other phases do not locate a wait."""
 
 
 def phrase_limit(limit: Limit, facts: StepFacts) -> Words:
@@ -374,11 +372,7 @@ def _on_rank(facts: StepFacts) -> str:
 def _phrase_straggler(facts: StepFacts) -> Words:
     straggler = facts.straggler
     assert straggler is not None
-    waits_for_data = (
-        straggler.meanwhile == "data" and 2 * straggler.meanwhile_ns >= straggler.cost_ns
-    )
-    is_named = straggler.phase in _PHASES_BY_NAME and not waits_for_data
-    phase = f", most of all in {straggler.phase}" if is_named else ""
+    phase = f", most of all in {straggler.named_phase}" if straggler.named_phase else ""
     why = [
         f"Without its extra work the typical step of {format_ns(facts.step_time_ns)} is "
         f"{format_ns(straggler.cost_ns)} shorter.",
@@ -419,7 +413,7 @@ def _phrase_straggler(facts: StepFacts) -> Words:
     differs = f"Find out how rank {straggler.rank}{host} differs from the other ranks"
     shows = "`fsdp-inspect show RUN ranks` shows the numbers."
     look = f"{differs}: clocks, heat, another job, a slower link, more work in its batches. {shows}"
-    if waits_for_data:
+    if straggler.waits_for_data:
         look = (
             f"{differs} in its input: files and their disk, decoding and augmentation, length of "
             f"samples, loader workers and their cores. {shows}"
@@ -549,7 +543,7 @@ def _phrase_communication(facts: StepFacts) -> Words:
 def _phrase_other_part(facts: StepFacts, part: OtherPart) -> Words:
     """Phrase the limit if most of the exposed time comes from code outside FSDP."""
     name, remedy = describe_other_part(part)
-    place = f" in {part.phase}" if part.phase in _PHASES_BY_NAME else ""
+    place = f" in {part.phase}" if part.phase in PHASES_BY_NAME else ""
     kind = part.kind.replace("_", "-")
     longest = f"the {kind} of {name}{place}: {format_ns(part.exposed_ns)}{_on_rank(facts)}"
     return (
@@ -642,7 +636,7 @@ def _phrase_most_exposed(facts: StepFacts) -> str:
     without_unit = " that FSDP did not issue" if facts.knows_fsdp else ""
     owner = without_unit if facts.top.fqn is None else f" of {format_unit(facts.top.fqn)}"
     kind = facts.top.kind.replace("_", "-")
-    place = f" in {facts.top.phase}" if facts.top.phase in _PHASES_BY_NAME else ""
+    place = f" in {facts.top.phase}" if facts.top.phase in PHASES_BY_NAME else ""
     lead = "Beyond the floor, the" if facts.floor_ns and not facts.blocks_host else "The"
     exposed = format_ns(facts.top.exposed_ns)
     return f"{lead} largest waits are for the {kind}{owner}{place}: {exposed}."

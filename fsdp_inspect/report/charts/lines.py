@@ -27,7 +27,7 @@ from fsdp_inspect.report.palette import NEUTRAL
 
 MOST_POINTS = 2000
 """Of one line: more would lie in the same column of pixels."""
-_ROOM_ABOVE = 1.08
+_ROOM = 0.08
 _MOST_MARKERS = 60
 _STEP_TICKS = 6
 _VALUE_TICKS = 4
@@ -90,6 +90,8 @@ class Box:
     """Whether it is a dotted line at its start, with the label, instead of a shade."""
     is_chosen: bool = False
     """Whether it is a solid line at its start: the place that the user chose."""
+    short: str = ""
+    """The label inside the box; default the label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,9 @@ def _scale(
     high = plot.top if plot.top is not None else highest
     if plot.mark is not None:
         high *= 1.25
-    ticks = place_ticks(low, high * _ROOM_ABOVE if low == 0 else high, plot.unit, _VALUE_TICKS)
+    room = _ROOM * (high - low)  # else the edge of the plot cuts the highest points
+    below = max(low - room, 0) if low >= 0 else low - room
+    ticks = place_ticks(below, high + room, plot.unit, _VALUE_TICKS)
     axis = plot.axis
     scale = _Scale(
         min(places) - 0.5 if axis.first is None else axis.first,
@@ -322,7 +326,7 @@ def _box(box: Box, scale: _Scale) -> str:
     kind = "chart-unit" if box.colour else "chart-edge" if box.is_edge else "chart-band"
     kind = "chart-chosen" if box.is_chosen else kind
     is_written = box.label and (box.colour or box.is_edge)
-    label = f"<span>{text(box.label)}</span>" if is_written else ""
+    label = f"<span>{text(box.short or box.label)}</span>" if is_written else ""
     colour = f';--c:{box.colour}" title="{text(box.label)}' if box.colour else ""
     width = round(right - left, 3)
     return (

@@ -16,7 +16,6 @@ from fsdp_inspect.formatting import (
     format_category,
     format_count,
     format_ns,
-    format_owner,
     format_ratio,
     format_unit,
     shorten_names,
@@ -27,6 +26,7 @@ from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, draw_flame, sta
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, draw_lines, shade
 from fsdp_inspect.report.palette import NEUTRAL, Look
+from fsdp_inspect.report.wording import name_owner
 from fsdp_inspect.trace.codes import StepPart
 
 NO_UNIT_NAME = "(no unit)"
@@ -93,7 +93,7 @@ def draw_owners(owners: Sequence[ExposedOwner]) -> Chart:
     looks = [palette.look_of_wait(owner.kind, owner.fqn) for owner in owners]
     rows = []
     for owner, look in zip(owners, looks, strict=True):
-        name = format_owner(owner.fqn, owner.is_fsdp, owner.dimension)
+        name = name_owner(owner)
         time = format_ns(owner.exposed_ns)
         bar = Bar(0, owner.exposed_ns, look, f"{name}: {time} exposed per step in {owner.phase}")
         rows.append(Row(f"{name} · {owner.phase}", (bar,), time))

@@ -225,9 +225,7 @@ def _environment() -> Environment:
         "count": _unbroken(formatting.format_count),
         "ratio": _unbroken(formatting.format_ratio),
         "unit": lambda fqn: _one_line(formatting.format_owner(fqn, None)),
-        "owner": lambda owned: _one_line(
-            formatting.format_owner(owned.fqn, owned.is_fsdp, owned.dimension)
-        ),
+        "owner": lambda owned: _one_line(wording.name_owner(owned)),
         "name": _one_line,
         "markup": Markup,
         "kind": format_kind,

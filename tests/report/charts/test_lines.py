@@ -52,6 +52,12 @@ def test_a_value_above_the_top_stays_inside_the_plot():
     assert 0 < points[1][1] < 100
 
 
+def test_no_point_lies_on_the_edge_of_the_plot_which_would_cut_it():
+    for low, high in ((10, 20), (0.5, 20), (-20, -10)):
+        chart = draw(Line("plans", [0, 1], [low, high], "points"), from_zero=False)
+        assert all(0 < y < 100 for y in chart.plots[0]["series"][0]["y"]), (low, high)
+
+
 def test_bands_cover_whole_steps_and_are_named_once():
     chart = draw(Line("time", list(range(10)), [1] * 10), boxes=shade([0, 1, 5], "warm-up"))
     bands = re.findall(r'chart-band" data-x="([^"]*)" data-w="([^"]*)"', chart.markup)

@@ -45,11 +45,17 @@ from fsdp_inspect.simulation.predictions.ledger import (
 from fsdp_inspect.store.boundary import is_in_folder
 from fsdp_inspect.store.folder import folder_name
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.app_pages.advice.charts import draw_front, frame_front, frame_outcomes
+from fsdp_inspect_app.app_pages.advice.charts import (
+    draw_front,
+    frame_front,
+    frame_outcomes,
+    name_point,
+)
 from fsdp_inspect_app.app_pages.advice.search import advice_of, default_request
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     Tile,
+    metric_tile,
     show_card,
     show_caveats,
     show_chart_card,
@@ -293,7 +299,9 @@ def _show_numbers(plan: PlanAdvice) -> None:
                 "predicted interval of the step",
             ),
             Tile("Predicted peak", format_bytes(fastest.peak_bytes), f"instead of {peak}"),
-            Tile("Self-check", format_error(plan.replay_error), "simulated / measured step"),
+            metric_tile(
+                "self_check_ratio", format_error(plan.replay_error), "simulated / measured step"
+            ),
         ],
         border=False,
     )
@@ -423,7 +431,8 @@ def _show_front(plan: PlanAdvice, question: Question) -> None:
     )
     point = _pick_point(plan.front)
     peak = format_bytes(point.peak_bytes)
-    show_text(plain(f"Predicted: step {format_ns(point.step_ns)}, peak {peak}."))
+    told = f"{name_point(point)}. Predicted: step {format_ns(point.step_ns)}, peak {peak}."
+    show_text(plain(told))  # a narrow picker cuts the name
     _offer_plan(point.plan, question, key="front", label=PLAN_FILE)
 
 
@@ -441,9 +450,7 @@ def _pick_point(front: Sequence[ParetoPoint]) -> ParetoPoint:
         range(len(front)),
         0,
         name=_FRONT_KEY,
-        format_func=lambda place: (
-            "Recorded plan" if front[place].is_recorded else front[place].what
-        ),
+        format_func=lambda place: name_point(front[place]),
     )
     return front[chosen]
 

@@ -14,7 +14,7 @@ from fsdp_inspect.report.charts.lines import Line, Lines, PlaceAxis, draw_lines
 from fsdp_inspect.report.palette import NEUTRAL, SHOWN
 from fsdp_inspect.report.verification import RULINGS
 from fsdp_inspect.report.wording import format_change
-from fsdp_inspect.result_types import PlanAdvice, VerifiedPrediction
+from fsdp_inspect.result_types import ParetoPoint, PlanAdvice, VerifiedPrediction
 from fsdp_inspect_app.tables import mib, ms
 
 RECORDED, PLANS, ADVISED = SHOWN, NEUTRAL.colour, SHOWN
@@ -89,12 +89,14 @@ def draw_front(plan: PlanAdvice) -> Chart | None:
 # --- Build tables of advice with one row for each plan.
 
 
+def name_point(point: ParetoPoint) -> str:
+    """The name of a plan in a list."""
+    return "Recorded plan" if point.is_recorded else point.what
+
+
 def frame_front(plan: PlanAdvice) -> pd.DataFrame:
     """The plans that no other plan beats in both step time and peak, fastest first."""
-    rows = [
-        ("recorded plan" if one.is_recorded else one.what, ms(one.step_ns), mib(one.peak_bytes))
-        for one in plan.front
-    ]
+    rows = [(name_point(one), ms(one.step_ns), mib(one.peak_bytes)) for one in plan.front]
     return pd.DataFrame(rows, columns=["plan", "predicted step (ms)", "predicted peak (MiB)"])
 
 

@@ -168,8 +168,11 @@ def _units(units: Sequence[PlaceSpan], whole_ns: int) -> Iterator[Box]:
             PlaceSpan(name, int(at * width_ns), int((at + 1) * width_ns))
             for at, name in columns.items()
         ]
-    for place, unit in enumerate(named):
-        yield Box(unit.start_ns, unit.end_ns, name_place(unit.name), palette.STRIPES[place % 2])
+    names = [name_place(unit.name) for unit in named]
+    short = shorten_names(names, LETTERS_OF_BOX)
+    for place, (unit, name) in enumerate(zip(named, names, strict=True)):
+        stripe = palette.STRIPES[place % 2]
+        yield Box(unit.start_ns, unit.end_ns, name, stripe, short=short(name))
 
 
 def _phases(phases: Sequence[PlaceSpan]) -> Iterator[Box]:

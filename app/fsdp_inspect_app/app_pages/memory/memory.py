@@ -14,7 +14,7 @@ from fsdp_inspect.formatting import format_bytes, format_category, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
 from fsdp_inspect.report.charts.results import draw_alive, name_place
-from fsdp_inspect.report.wording import format_metric
+from fsdp_inspect.report.wording import describe_cut, format_metric
 from fsdp_inspect.result_types import (
     LiveInstant,
     LiveRow,
@@ -335,9 +335,12 @@ def _show_peak(overview: MemoryOverview) -> None:
         key="memory-alive",
         alt=f"Bars of the memory that each unit owns at the peak; the largest is "
         f"{name_place(owners[0].fqn)} with {format_bytes(owners[0].bytes)}",
-        note=f"Reached {place}. The owner of memory is the unit that allocated it. The largest "
-        f"{len(owners)} of {len(peak.owners)} owners. Click a bar to open its unit. "
+        note=f"Reached {place}. The owner of memory is the unit that allocated it. (no unit): "
+        "code outside of the units. Click a bar to open its unit. "
         f"{memory_wording.describe_counting(overview)}",
+        below=plain(
+            describe_cut([owner.bytes for owner in peak.owners], _MOST_OWNERS, format_bytes)
+        ),
         on_click=lambda click: open_unit(click.pick([owner.fqn for owner in owners])),
     )
 

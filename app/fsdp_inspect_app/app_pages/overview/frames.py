@@ -2,12 +2,8 @@
 
 import pandas as pd
 
-from fsdp_inspect.formatting import format_owner
 from fsdp_inspect.metrics import define_metric, find_metric
-from fsdp_inspect.result_types import (
-    ExposedOwner,
-    StepBreakdown,
-)
+from fsdp_inspect.result_types import StepBreakdown
 from fsdp_inspect_app.tables import ms, percent
 
 
@@ -25,8 +21,3 @@ def frame_breakdown(breakdown: StepBreakdown, *, in_kernel_trace: bool = False) 
     definition = find_metric("step_time_ns").definition
     rows.append(("= step", ms(breakdown.step_time_ns), 100.0, definition))
     return pd.DataFrame(rows, columns=["part", "time (ms)", "share of the step (%)", "meaning"])
-
-
-def name_owner(owner: ExposedOwner) -> str:
-    """The name of the owner of a wait."""
-    return format_owner(owner.fqn, owner.is_fsdp, owner.dimension)

@@ -17,7 +17,6 @@ from fsdp_inspect.analysis.verdict import BY_SIMULATION
 from fsdp_inspect.analysis.verdict.facts import OF_WAITS
 from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import (
-    capitalize,
     format_bytes,
     format_cause,
     format_ns,
@@ -36,6 +35,8 @@ from fsdp_inspect.report.charts.results import (
 )
 from fsdp_inspect.report.text import list_throughput
 from fsdp_inspect.report.wording import (
+    define_words,
+    describe_cut,
     describe_main_cause,
     describe_memory_method,
     describe_provenance,
@@ -44,6 +45,7 @@ from fsdp_inspect.report.wording import (
     describe_typical,
     format_kind,
     format_metric,
+    name_owner,
 )
 from fsdp_inspect.result_types import (
     BreakdownCauses,
@@ -64,14 +66,12 @@ from fsdp_inspect_app.app_pages.advice.search import (
     known_self_check,
     search_in_background,
 )
-from fsdp_inspect_app.app_pages.overview.frames import (
-    frame_breakdown,
-    name_owner,
-)
+from fsdp_inspect_app.app_pages.overview.frames import frame_breakdown
 from fsdp_inspect_app.app_pages.runs.frames import frame_about
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
     Tile,
+    metric_tile,
     show_card,
     show_chart_card,
     show_code,
@@ -145,7 +145,8 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
         with _line("Limited by" if verdict.because else "Verdict"):
             show_headline(plain(verdict.sentence))
         with _line("Because"):
-            show_text(plain(verdict.because or verdict.why), width="stretch")
+            because = verdict.because or verdict.why
+            show_text(plain(because), width="stretch", help=_explain(because))
             if summary.breakdown is not None:
                 page = _page_of_limit(verdict)
                 shown = _evidence_of(page, summary.breakdown, run)
@@ -155,6 +156,11 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
     _show_digest(entry, run)
     if problem == "":
         _await_search(entry, run, with_advice=with_advice)
+
+
+def _explain(text: str) -> str | None:
+    """The tooltip of a text: its words for waits; None without any."""
+    return plain(define_words(text)) or None
 
 
 def _show_digest(entry: RunEntry, run: Run) -> None:
@@ -172,7 +178,7 @@ def _show_digest(entry: RunEntry, run: Run) -> None:
                 format_bytes(summary.peak_allocated_bytes),
                 f"of {format_bytes(device)}" if device else None,
             ),
-            *(Tile(*fact) for fact in trust),
+            *(metric_tile(*fact) for fact in trust),
         ],
         border=False,
     )
@@ -187,7 +193,7 @@ def _more_numbers(summary: Summary) -> list[tuple[str, float, str]]:
     """Throughput, utilisation and goodput, as far as they are known."""
     numbers = [*list_throughput(summary.throughput)]
     if summary.goodput_ratio is not None:
-        wall = f"of {format_ns(summary.wall_ns)} wall time"
+        wall = f"of {format_ns(summary.wall_ns)} wall time, with waits in steps"
         numbers.append(("goodput_ratio", summary.goodput_ratio, wall))
     return numbers
 
@@ -305,20 +311,12 @@ def _show_key_numbers(summary: Summary) -> None:
     ]
     origin = f"Typical step of rank {summary.median_rank}. " if times else ""
     origins = {"step_time_ns": f"{origin}{summary.left_out.sentence} Below: p10 to p90."}
-    in_trace = summary.is_kernel_trace
-    show_tiles(
-        [
-            Tile(
-                capitalize(find_metric(name).label),
-                value,
-                detail,
-                ". ".join(
-                    filter(None, [define_metric(name, in_kernel_trace=in_trace), origins.get(name)])
-                ),
-            )
-            for name, value, detail in numbers
-        ]
-    )
+    tiles = []
+    for name, value, detail in numbers:
+        definition = define_metric(name, in_kernel_trace=summary.is_kernel_trace)
+        about = [f"{definition}.", origins.get(name), define_words(detail or "")]
+        tiles.append(metric_tile(name, value, detail, " ".join(filter(None, about))))
+    show_tiles(tiles)
     if summary.recorder_sentence is not None:
         show_note(plain(summary.recorder_sentence))
 
@@ -402,18 +400,21 @@ def _describe_causes(exposed: Exposed) -> str:
 def _show_owners(run: Run) -> None:
     summary = run.summary()
     exposed = summary.exposed
-    if exposed is None or not any(owner.exposed_ns for owner in exposed.owners):
+    waits = [owner for owner in exposed.owners if owner.exposed_ns] if exposed else []
+    if exposed is None or not waits:
         show_empty_card("Exposed waits by unit", "No exposed wait.", key="owners")
         return
     if exposed.causes_ns:
-        show_text(_describe_causes(exposed))
-    top = exposed.owners[0]
+        causes = _describe_causes(exposed)
+        show_text(causes, help=_explain(causes))
+    top, shown = waits[0], waits[:_MOST_OWNERS]
     note = (
         f"Typical step of rank {exposed.rank}. Waits that overlap count for each unit, so the bars "
         "may add up to more than the exposed communication of the step. Click a bar to open its "
-        "unit. " + describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
+        "unit. "
+        + describe_provenance(summary.provenance, "all_gather", "reduce_scatter")
+        + f" {define_words(' '.join(map(name_owner, waits)))}"
     )
-    shown = [owner for owner in exposed.owners if owner.exposed_ns][:_MOST_OWNERS]
     show_chart_card(
         "Exposed waits by unit",
         draw_owners(shown),
@@ -422,6 +423,7 @@ def _show_owners(run: Run) -> None:
         alt=f"Bars of exposed time by unit; longest is {name_owner(top)} in {top.phase} "
         f"with {format_ns(top.exposed_ns)}",
         note=note,
+        below=plain(describe_cut([owner.exposed_ns for owner in waits], _MOST_OWNERS, format_ns)),
         on_click=lambda click: open_unit(click.pick([owner.fqn for owner in shown])),
     )
 
@@ -430,9 +432,11 @@ def _show_worst_units(summary: Summary) -> None:
     """Show the owners of the largest waits, one line each."""
     exposed = summary.exposed
     worst = [owner for owner in exposed.owners if owner.exposed_ns] if exposed else []
-    if worst:
-        with show_card(f"Largest waits of a unit{_on(summary)}, per step", key="worst"):
-            for owner in worst[:_TOP_UNITS]:
+    if worst := worst[:_TOP_UNITS]:
+        title = f"Largest waits of a unit{_on(summary)}, per step"
+        words = (f"{name_owner(owner)} {describe_main_cause([owner])}" for owner in worst)
+        with show_card(title, key="worst", note=define_words(" ".join(words))):
+            for owner in worst:
                 _show_owner(owner)
 
 

@@ -73,13 +73,18 @@ def _span_of_colours(values: NDArray[np.float64]) -> tuple[float, float]:
     return low, max(high, low + 2 * LEAST_EXCESS_RATIO * abs(low))
 
 
+def name_middle(grid: RankGrid) -> str:
+    """The name of `RankGrid.middle`: the median of two ranks is their mean."""
+    return "mean of both ranks" if len(grid.ranks) == 2 else "median of all ranks"
+
+
 def draw_rank_steps(grid: RankGrid, rank: int) -> Chart | None:
     """One rank over the steps, and the middle of all ranks as a dotted line."""
     own = grid.of_rank(rank)
     lines = [
         Line(name, grid.steps, values.tolist(), style, colour)
         for name, values, style, colour in (
-            ("median of all ranks", grid.middle, "dotted", NEUTRAL.colour),
+            (name_middle(grid), grid.middle, "dotted", NEUTRAL.colour),
             (f"rank {rank}", own, "main", palette.SHOWN),
         )
         if values is not None
@@ -143,7 +148,7 @@ def frame_rank_steps(grid: RankGrid, rank: int) -> pd.DataFrame:
         {
             "step": grid.steps,
             f"{label} ({suffix})": values / size,
-            f"{label}, median of ranks ({suffix})": grid.middle / size,
+            f"{label}, {name_middle(grid)} ({suffix})": grid.middle / size,
             "counts": [step not in grid.left_out for step in grid.steps],
         }
     )

@@ -39,6 +39,7 @@ from fsdp_inspect_app.app_pages.ranks.charts import (
     frame_grid,
     frame_mesh_grid,
     frame_rank_steps,
+    name_middle,
 )
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
@@ -70,9 +71,9 @@ from fsdp_inspect_app.tables import frame_of
 from fsdp_inspect_app.wording import plain
 
 _MEASURES = {
+    "own work": "own_work_ns",
     "step time": "step_time_ns",
     "exposed": "exposed_ns",
-    "own work": "own_work_ns",
     "peak": "peak_allocated_bytes",
     "lateness": "lateness_ns",
 }
@@ -80,8 +81,6 @@ _MEASURE_KEY = "measure"
 _TABLE_KEY = "ranks-table"
 _MOST_REFUSALS = 4
 _PICKER_PX = 210
-_LAST_COLUMNS = ("host", "place", "communication_ns", "overlap_ratio")
-"""What a narrow page may cut."""
 _TILES = ("step_time_ns", "own_work_ns", "exposed_ns", "lateness_ns", "peak_allocated_bytes")
 
 
@@ -354,8 +353,8 @@ def _show_rank_steps(grid: RankGrid, rank: int) -> None:
         draw_rank_steps(grid, rank),
         frame_rank_steps(grid, rank),
         key="rank-steps",
-        alt=f"{metric.label} of rank {rank} over {len(grid.steps)} steps and the median of all "
-        "ranks",
+        alt=f"{metric.label} of rank {rank} over {len(grid.steps)} steps, and the "
+        f"{name_middle(grid)}",
         note=f"{metric.label.capitalize()}: {metric.definition}. Click a step to open it.",
         on_click=open_column("ranks", STEP_KEY, grid.steps, rank=rank),
     )
@@ -383,9 +382,7 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
     """Show all ranks; choosing a row opens its rank."""
     if not ranks.ranks:
         return
-    names = [column.name for column in Ranks.TABLE.with_values(ranks.ranks).columns]
-    names.sort(key=lambda name: name in _LAST_COLUMNS)
-    frame = frame_of(Ranks.TABLE, ranks.ranks, *names)
+    frame = frame_of(Ranks.TABLE, ranks.ranks, first=ranks_wording.RANK_COLUMNS)
     numbers = [row.rank for row in ranks.ranks]
     chosen = [numbers.index(shown)] if shown in numbers else []
     with show_card(f"Ranks: {len(ranks.ranks)}", key="all-ranks") as header:
@@ -402,7 +399,10 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
             selection_default={"selection": {"rows": chosen}},
         )
         show_note(
-            plain(f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank.")
+            plain(
+                f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank. "
+                "The menu of the table shows more columns."
+            )
         )
     if ranks.skews:
         _show_skews(ranks)

@@ -25,6 +25,8 @@ _FEW_POINTS = 16
 """Points of a line in a long list."""
 _REPEATED = ("status", "model", "plan", "source", "tags")
 """Columns of texts that many runs share."""
+_IN_MENU = ("overlap (%)", "plan", "steps", "parameters", "source", "tags", FOLDER_COLUMN)
+"""Columns that the menu of the table shows: all columns are wider than a page."""
 _COMPARED = {
     "step time": "step_time_ns",
     "exposed": "exposed_ns",
@@ -33,7 +35,7 @@ _COMPARED = {
 _DEFINITIONS = {
     "step time (ms)": "Typical step of the median rank; measured, unless the source says otherwise",
     "exposed (ms)": "Exposed communication of the typical step of the median rank",
-    "peak allocated (MiB)": "Of the rank with the highest peak",
+    "peak (MiB)": "Allocated memory, of the rank with the highest peak",
     f"step time {_BASELINE_SUFFIX}": "Changes below 10% may be process noise; Compare tests them",
     FOLDER_COLUMN: "Path of the run below the folder of runs",
 }
@@ -80,6 +82,7 @@ def frame_runs(
     frame.attrs["definitions"] = {
         name: words for name, words in _DEFINITIONS.items() if name in frame
     }
+    frame.attrs["order"] = [name for name in frame.columns if name not in _IN_MENU]
     return frame
 
 
@@ -107,7 +110,7 @@ def _run_row(entry: RunEntry, found: KnownRuns, reference: RunRow | None) -> dic
         "status": row["status"],
         "step time (ms)": ms(row["step_time_ns"]),
         "exposed (ms)": ms(row["exposed_ns"]),
-        "peak allocated (MiB)": mib(row["peak_allocated_bytes"]),
+        "peak (MiB)": mib(row["peak_allocated_bytes"]),
         **changes,
         STEP_TIMES_COLUMN: [ms(value) for value in row["step_times_ns"] or ()] or None,
         "overlap (%)": percent(row["overlap_ratio"]),

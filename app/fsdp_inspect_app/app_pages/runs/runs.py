@@ -53,7 +53,7 @@ from fsdp_inspect_app.wording import STATUS_COLOURS, code, plain
 _MOST_COMPARED = 8
 _MOST_REASONS = 50
 _MOST_NAMED = 5
-_NAME_PX = 240
+_NAME_PX = 220
 
 
 def show_page() -> None:
@@ -188,6 +188,7 @@ def _show_table(frame: pd.DataFrame, ids: Sequence[str]) -> list[str]:
         },
         key=key,
         height=_height(len(ids)),
+        column_order=frame.attrs["order"],
         column_config={
             **column_formats(frame),
             "mark": st.column_config.TextColumn(width=90),
@@ -241,7 +242,7 @@ def _show_actions(
     if not chosen:
         st.caption(
             "Click a name to open a run. Select rows to compare or pin runs, or to set the "
-            "baseline.",
+            "baseline. The menu of the table shows more columns.",
             width="content",
         )
     if len(chosen) == 1:

@@ -32,6 +32,11 @@ _MEASURE_KEY = "bars"
 _MOST_BARS = 28
 _BARS_HEIGHT = 720
 _UNIT_COLUMN = "unit"
+_FIRST_COLUMNS = (
+    *("unit", "exposed_ns", "forward_ns", "backward_ns"),
+    *(f"{kind}_exposed_ns" for kind in ("all_gather", "reduce_scatter", "all_reduce")),
+    "num_parameters",
+)
 
 
 def show_page(entry: RunEntry, run: Run) -> None:
@@ -107,8 +112,11 @@ def _have_passes(summary: Summary) -> bool:
 
 
 def _show_table(summary: Summary) -> None:
-    frame = frame_of(UnitCosts.TABLE, summary.units)
-    note = f"Click a unit to open it. Bus bandwidth: {find_metric('bus_bytes_per_s').definition}."
+    frame = frame_of(UnitCosts.TABLE, summary.units, first=_FIRST_COLUMNS)
+    note = (
+        "Click a unit to open it. The menu of the table shows more columns. "
+        f"Bus bandwidth: {find_metric('bus_bytes_per_s').definition}."
+    )
     with show_card("All units", key="units-table", note=note) as header:
         with header:
             show_csv_button(frame, key="units")
@@ -139,7 +147,7 @@ def _show_kernels(run: Run, unit: UnitCost | None = None) -> None:
     steps = f"{len(kernels.steps)} profiled steps of rank {kernels.rank}"
     note = (
         f"Mean of {steps}, under the profiler. Of {what.lower()} that run at once, the first one "
-        "counts; communication also counts while compute runs."
+        "counts; communication also counts while compute runs. (no unit): code outside of units."
     )
     if unit is not None:
         own = [cost for cost in kernels.groups if cost.fqn == unit.fqn]

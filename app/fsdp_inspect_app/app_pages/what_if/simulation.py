@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.metrics import MetricUnit, find_metric
+from fsdp_inspect.report import palette
+from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars
+from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.result_types import (
     Plan,
     RecordedWork,
@@ -16,6 +20,7 @@ from fsdp_inspect.result_types import (
 )
 from fsdp_inspect.simulation.buckets import (
     BucketChanges,
+    BucketStep,
     BucketWork,
     change_buckets,
     measure_buckets,
@@ -118,3 +123,48 @@ def frame_peaks(simulation: Simulation) -> pd.DataFrame:
         for name, look in HELD_LOOKS.items()
     ]
     return pd.DataFrame(rows, columns=["category", f"{RECORDED} (MiB)", f"{PREDICTED} (MiB)"])
+
+
+# --- Draw one backward with its buckets.
+
+
+def draw_backwards(steps: Sequence[tuple[str, BucketStep]], computes_ns: float) -> Chart:
+    """The computation, the waits and the all-reduces of one backward of each step, on one axis.
+
+    Args:
+        steps: A name and the simulated step of each.
+        computes_ns: Time in which a backward computes.
+    """
+    rows = []
+    for name, step in steps:
+        rows.append(Row(f"{name}, backward", _backward_bars(step, computes_ns)))
+        rows.append(Row("all-reduce", _bucket_bars(step)))
+    looks = palette.BACKWARD, palette.EXPOSED_ALL_REDUCE, palette.ALL_REDUCE
+    return draw_bars(rows, MetricUnit.NS, legend=[(look, look.label) for look in looks])
+
+
+def _backward_bars(step: BucketStep, computes_ns: float) -> tuple[Bar, ...]:
+    bars, at = [], 0
+    whole = round(computes_ns) + sum(end - start for start, end in step.waits)
+    for start, end in (*step.waits, (whole, whole)):
+        for first, last, look in (
+            (at, start, palette.BACKWARD),
+            (start, end, palette.EXPOSED_ALL_REDUCE),
+        ):
+            if last > first:
+                bars.append(Bar(first, last, look, f"{look.label}: {format_ns(last - first)}"))
+        at = end
+    return tuple(bars)
+
+
+def _bucket_bars(step: BucketStep) -> tuple[Bar, ...]:
+    return tuple(
+        Bar(
+            bucket.start_ns,
+            bucket.start_ns + bucket.duration_ns,
+            palette.ALL_REDUCE,
+            f"{bucket.name}: {format_bytes(bucket.message_bytes)}, {format_ns(bucket.duration_ns)}",
+            bucket.name,
+        )
+        for bucket in step.buckets
+    )

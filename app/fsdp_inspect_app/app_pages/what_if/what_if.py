@@ -34,6 +34,7 @@ from fsdp_inspect_app import loading
 from fsdp_inspect_app.app_pages.what_if.capacity_search import show_capacity_search
 from fsdp_inspect_app.app_pages.what_if.simulation import (
     PreparedRun,
+    draw_backwards,
     frame_parts,
     frame_peaks,
     prepare,
@@ -52,7 +53,6 @@ from fsdp_inspect_app.cards import (
     show_headline,
     show_note,
     show_table_button,
-    show_table_card,
     show_text,
     show_tiles,
 )
@@ -422,17 +422,26 @@ def _show_buckets(entry: RunEntry, work: BucketWork) -> None:
         )
     with right:
         show_caveats(found.caveats)
-        show_table_card(
-            found.TABLE.title,
+        show_chart_card(
+            "One backward with its buckets",
+            draw_backwards([("recorded", before), ("predicted", after)], work.computes_ns),
             frame_of(found.TABLE, found.rows()),
             key="buckets",
-            alt="Buckets of one backward, one row each",
+            alt=f"{len(before.buckets)} recorded and {len(after.buckets)} predicted buckets of one "
+            "backward on one axis",
+            note="Both are simulated. Hatching marks the waits of backward. The table has the "
+            "predicted buckets. The rest of the step stays as recorded, so it is not drawn.",
         )
         with show_card("Export", key="keep"):
             if found.settings.snippet:
                 show_code(found.settings.snippet, key="snippet", language="python")
             show_note("The same numbers in a terminal:")
             show_code(command_of(str(entry.path), chosen, knobs), key="simulate")
+            show_note(
+                "There is no prediction file: it holds a plan of units, and buckets have none\\. "
+                "Record a run with these buckets, and compare both runs\\."
+            )
+            page_link("compare")
     with show_fold("Prediction, self-check and assumptions", key="reasons"):
         show_text("\n".join(f"- {plain(line)}" for line in describe_buckets(found)))
 
