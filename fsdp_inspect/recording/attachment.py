@@ -719,12 +719,15 @@ class Attachment:
 
     def _guarded(self, action: Any) -> None:
         """Run recorder code unseen by the training's own; its exceptions never reach it."""
-        if not self.session.active:
+        session = self.session
+        if not session.active:
             return
+        begun = session.clock.host_now() if session.times_plain else 0
         try:
             unseen(action)()
         except Exception as error:
-            self.session.fail(error)
+            session.fail(error)
+        session.count_plain(begun)
 
     def _standstills(self) -> tuple[tuple[int, int], ...]:
         return () if self._surveillance is None else self._surveillance.standstills

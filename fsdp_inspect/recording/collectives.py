@@ -328,39 +328,50 @@ class UnrecordedEnd:
         self.end = end
 
 
-def run_plain(session: Session, number: int, collective: Callable[[], Any]) -> Any:
+def run_plain(
+    session: Session, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Run a collective of a plain step, which only the black box notes.
+
+    It is one function, because each function costs several µs: see [Note: Cold code] in
+    `unit_timing`.
 
     Args:
         session: The recording.
         number: Its number in the black box; 0: none.
-        collective: Issues it.
+        original: Issues it.
+        *args: Its arguments.
+        **kwargs: Its arguments by name.
 
     Returns:
-        The result of `collective`.
+        The result of `original`.
     """
-    result = run_inside_collective(session, collective)
-    _note_plain_end(session, number, result)
-    return result
-
-
-def _note_plain_end(session: Session, number: int, result: Any) -> None:
+    depths, thread = session.depths, get_ident()
+    depth = depths.get(thread, 0)
+    depths[thread] = depth + 1
+    try:
+        result = original(*args, **kwargs)
+    finally:
+        depths[thread] = depth
+    if session.tracker is not None and depth == 0 and not session.is_background():
+        session.tracker.collective_ended(is_blocking=result is None)
     box = session.black_box
     if not number or box is None:
-        return
+        return result
     try:
         now = session.clock.host_now()
         if result is None and session.on_host:
             box.finish(number, now)
-            if session.times_plain:
-                session.plain_ns += session.clock.host_now() - now
-            return
-        end = WorkEnd(result) if isinstance(result, dist.Work) else session.clock.mark()
-        session.num_collectives = identity = session.num_collectives + 1
-        box.follow(number, UnrecordedEnd(identity, end))
-        session.journal.follow(identity, end)
+        else:
+            end = WorkEnd(result) if isinstance(result, dist.Work) else session.clock.mark()
+            session.num_collectives = identity = session.num_collectives + 1
+            box.follow(number, UnrecordedEnd(identity, end))
+            session.journal.follow(identity, end)
+        if session.times_plain:
+            session.count_plain(now)
     except Exception as error:
         session.fail(error)
+    return result
 
 
 class TimedWork(dist.Work):
@@ -470,6 +481,18 @@ def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) ->
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
+        if not session.detail:
+            number = hooks.before_plain(_ALL_GATHER, output_tensor, group)
+            return run_plain(
+                session,
+                number,
+                original,
+                self,
+                output_tensor=output_tensor,
+                input_tensor=input_tensor,
+                group=group,
+                async_op=async_op,
+            )
         collective = partial(
             original,
             self,
@@ -478,9 +501,6 @@ def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) ->
             group=group,
             async_op=async_op,
         )
-        if not session.detail:
-            number = hooks.before_plain(_ALL_GATHER, output_tensor, group)
-            return run_plain(session, number, collective)
         issue = hooks.before_collective(_ALL_GATHER, output_tensor, group)
         if issue is None:
             return collective()
@@ -510,6 +530,19 @@ def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks
         op: Any,
         async_op: bool = False,
     ) -> Any:
+        if not session.detail:
+            number = hooks.before_plain(_REDUCE_SCATTER, input_tensor, group)
+            return run_plain(
+                session,
+                number,
+                original,
+                self,
+                output_tensor=output_tensor,
+                input_tensor=input_tensor,
+                group=group,
+                op=op,
+                async_op=async_op,
+            )
         collective = partial(
             original,
             self,
@@ -519,9 +552,6 @@ def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks
             op=op,
             async_op=async_op,
         )
-        if not session.detail:
-            number = hooks.before_plain(_REDUCE_SCATTER, input_tensor, group)
-            return run_plain(session, number, collective)
         issue = hooks.before_collective(_REDUCE_SCATTER, input_tensor, group)
         if issue is None:
             return collective()

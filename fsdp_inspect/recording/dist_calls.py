@@ -23,6 +23,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -234,8 +235,7 @@ class DistCalls:
         dtype = dtype_code((tensors[0] if tensors else torch.empty(0)).dtype)
         unit = self._reduced_unit(kind, group)
         number = session.note_issue(kind, unit, group, bytes_of(tensors), dtype)
-        if begun:
-            session.plain_ns += session.clock.host_now() - begun
+        session.count_plain(begun)
         return number
 
     def _note_issue(self, communication: Communication, group: dist.ProcessGroup) -> None:
@@ -256,17 +256,19 @@ class DistCalls:
     ) -> Callable[..., Any]:
         pick = ArgumentPicker(original).pick
 
+        session, depths = self._session, self._session.depths
+
         @functools.wraps(original)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            if self._is_passing():
+            # The first check is the one of `_is_passing` that is true for every call of FSDP.
+            if depths.get(get_ident()) or self._is_passing():
                 return original(*args, **kwargs)
             if self._is_plain():
                 chosen = functools.partial(pick, argument, args, kwargs)
                 number = self._guarded(
                     lambda: self._note_plain(kind, chosen(), pick("group", args, kwargs))
                 )
-                call = functools.partial(original, *args, **kwargs)
-                return run_plain(self._session, number or 0, call)
+                return run_plain(session, number or 0, original, *args, **kwargs)
             communication = None
             try:
                 message, group = pick(argument, args, kwargs), pick("group", args, kwargs)

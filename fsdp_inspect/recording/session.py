@@ -559,6 +559,11 @@ class Session(Position):
 
     # --- plain steps and pauses
 
+    def count_plain(self, begun_ns: int) -> None:
+        """Add the time since `begun_ns` to the cost of a plain step that is timed; 0: it is not."""
+        if begun_ns:
+            self.plain_ns += self.clock.host_now() - begun_ns
+
     def take_interruption(self) -> bool:
         """Whether the last step contained an evaluation or a checkpoint, once."""
         was_interrupted, self.was_interrupted = self.was_interrupted, False

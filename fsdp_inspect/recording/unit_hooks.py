@@ -366,6 +366,7 @@ class UnitHooks(UnitTimer):
         def pre_forward(*args: Any, **kwargs: Any) -> Any:
             if not session.active:
                 return original(*args, **kwargs)
+            begun = session.clock.host_now() if session.times_plain else 0
             outer, is_opened = session.hook_unit, False
             try:
                 session.hook_unit = self.index
@@ -377,14 +378,17 @@ class UnitHooks(UnitTimer):
                     is_opened = True
             except Exception as error:
                 session.fail(error)
+            session.count_plain(begun)
             result = original(*args, **kwargs)
             if session.active:
+                begun = session.clock.host_now() if session.times_plain else 0
                 try:
                     session.hook_unit = outer
                     if is_opened:
                         self._open_forward()
                 except Exception as error:
                     session.fail(error)
+                session.count_plain(begun)
             return result
 
         return pre_forward
@@ -407,10 +411,12 @@ class UnitHooks(UnitTimer):
 
         def post_forward(*args: Any, **kwargs: Any) -> Any:
             if session.active:
+                begun = session.clock.host_now() if session.times_plain else 0
                 try:
                     self._close_forward(_given(args, kwargs, 2, "output"))
                 except Exception as error:
                     session.fail(error)
+                session.count_plain(begun)
             return original(*args, **kwargs)
 
         return post_forward
@@ -427,11 +433,13 @@ class UnitHooks(UnitTimer):
             session.phase = _BACKWARD_PHASE
             result = original(*args, **kwargs)
             if session.active:
+                begun = session.clock.host_now() if session.times_plain else 0
                 try:
                     session.hook_unit = outer
                     self._open_backward()
                 except Exception as error:
                     session.fail(error)
+                session.count_plain(begun)
             return result
 
         return pre_backward
@@ -442,6 +450,7 @@ class UnitHooks(UnitTimer):
         def post_backward(*args: Any, **kwargs: Any) -> Any:
             if not session.active:
                 return original(*args, **kwargs)
+            begun = session.clock.host_now() if session.times_plain else 0
             outer, end = session.hook_unit, None
             try:
                 end = self._close_backward()
@@ -452,6 +461,7 @@ class UnitHooks(UnitTimer):
                 self._reduces_at_once = is_partial and training_state_of(group) is _TORCH_FORWARD
             except Exception as error:
                 session.fail(error)
+            session.count_plain(begun)
             result = original(*args, **kwargs)
             if session.active:
                 try:

@@ -592,7 +592,7 @@ class RecorderUse(_Record):
     num_detailed: Index = 0
     """The steps whose units and collectives it recorded."""
     plain_ns: Amount = 0
-    """The time of its notes in the timed plain steps."""
+    """The time of its hooks and notes on the training thread in the timed plain steps."""
     num_timed_plain: Index = 0
     """The plain steps in which it timed its notes."""
     writer_ns: Amount = 0

@@ -258,14 +258,14 @@ class BucketHooks:
             session.fail(error)
         if communication is None:
             return issue()[0]
-        session.plain_ns += self._clock.host_now() - begun if begun else 0
+        session.count_plain(begun)
         result, work = run_inside_collective(session, issue)
         begun = self._clock.host_now() if session.times_plain else 0
         try:
             self._follow(communication, work, number or 0)
         except Exception as error:
             session.fail(error)
-        session.plain_ns += self._clock.host_now() - begun if begun else 0
+        session.count_plain(begun)
         return result
 
     def _begin_backward(self, backward: int) -> None:
