@@ -11,13 +11,13 @@ import pandas as pd
 
 from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.formatting import format_bytes, format_ns
-from fsdp_inspect.metrics import MetricUnit
+from fsdp_inspect.metrics import MetricUnit, define_metric, find_metric
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.bars import Row, draw_bars, stack
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.palette import Look
 from fsdp_inspect.report.tables import render_csv
-from fsdp_inspect.result_types import Held
+from fsdp_inspect.result_types import Held, StepBreakdown
 
 NS_PER_MS = 1e6
 
@@ -77,6 +77,22 @@ def percent(ratio: float | None) -> float | None:
 def gb_per_s(rate: float | None) -> float | None:
     """Convert bytes per second to GB/s; a missing value stays missing."""
     return None if rate is None else rate / BYTES_PER_GB
+
+
+def frame_breakdown(breakdown: StepBreakdown, *, in_kernel_trace: bool = False) -> pd.DataFrame:
+    """The parts of one step in order, and the step, which is their sum."""
+    rows = [
+        (
+            find_metric(f"{part.name}_ns").label,
+            ms(part.duration_ns),
+            percent(part.ratio),
+            define_metric(f"{part.name}_ns", in_kernel_trace=in_kernel_trace),
+        )
+        for part in breakdown.parts
+    ]
+    definition = find_metric("step_time_ns").definition
+    rows.append(("= step", ms(breakdown.step_time_ns), 100.0, definition))
+    return pd.DataFrame(rows, columns=["part", "time (ms)", "share of the step (%)", "meaning"])
 
 
 # --- Draw wholes below each other, each split into its parts, all on one scale.

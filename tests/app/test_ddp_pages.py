@@ -14,7 +14,7 @@ from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.simulation.simulate import measure_self_check
 from fsdp_inspect.store.reader import open_run
 from tests.app.conftest import OpenApp, start_app
-from tests.app.test_pages import codes_of, read
+from tests.app.test_pages import charts_of, codes_of, read
 from tests.builders import write_run
 from tests.conftest import Invoke
 from tests.simulation.test_buckets import BLOCKS, assign, run_of
@@ -51,6 +51,9 @@ def test_other_buckets_have_the_numbers_of_the_command(
     found = json.loads(ended.out)
     assert tiles(app)["Predicted step"] == format_ns(found["predicted"]["step_time_ns"])
     assert tiles(app)["Self-check"] == format_error(found["replay_error"])
+    [chart] = charts_of(app)
+    assert chart["markup"].count("chart-row") == 4
+    assert "There is no prediction file" in read(app)
 
 
 def test_overlap_is_an_option_without_a_value(folder: Path, invoke: Invoke) -> None:

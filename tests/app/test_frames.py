@@ -7,11 +7,10 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from fsdp_inspect_app.app_pages.overview.frames import frame_breakdown
 from fsdp_inspect_app.app_pages.runs.frames import STEP_TIMES_COLUMN, frame_runs
 from fsdp_inspect_app.app_pages.timeline.frames import frame_spans
 from fsdp_inspect_app.catalog_reading import KnownRuns
-from fsdp_inspect_app.tables import frame_of, gb_per_s, mib, ms, to_csv
+from fsdp_inspect_app.tables import frame_breakdown, frame_of, gb_per_s, mib, ms, to_csv
 from fsdp_inspect_app.timeline.tracks import build_timeline
 
 from fsdp_inspect import result_types

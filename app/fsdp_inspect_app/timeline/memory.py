@@ -7,6 +7,7 @@ times. Between two readings, the counters give at most the highest value
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +69,8 @@ class MemoryCurve:
         if last - first <= most:
             return self.at(np.arange(first, last))
         bins = np.linspace(first, last, most + 1).astype(np.int64)
-        tops = [low + int(np.argmax(self.highest[low:high])) for low, high in _pairs(bins)]
+        pairs = [(low, high) for low, high in pairwise(bins.tolist()) if high > low]
+        tops = [low + int(np.argmax(self.highest[low:high])) for low, high in pairs]
         return self.at(np.unique([first, *tops, last - 1]))
 
 
@@ -111,11 +113,3 @@ def read_curve(
         unit=own.unit,
         phase=own.phase,
     )
-
-
-def _pairs(bounds: NDArray[np.int64]) -> list[tuple[int, int]]:
-    return [
-        (low, high)
-        for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-        if high > low
-    ]

@@ -66,7 +66,6 @@ from fsdp_inspect_app.app_pages.advice.search import (
     known_self_check,
     search_in_background,
 )
-from fsdp_inspect_app.app_pages.overview.frames import frame_breakdown
 from fsdp_inspect_app.app_pages.runs.frames import frame_about
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
@@ -95,7 +94,7 @@ from fsdp_inspect_app.selection import (
     open_unit,
     page_link,
 )
-from fsdp_inspect_app.tables import frame_of
+from fsdp_inspect_app.tables import frame_breakdown, frame_of
 from fsdp_inspect_app.wording import code, plain
 
 _MOST_OWNERS = 8

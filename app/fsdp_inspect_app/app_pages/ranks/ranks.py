@@ -31,7 +31,6 @@ from fsdp_inspect.result_types import (
     Summary,
 )
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.app_pages.overview.frames import frame_breakdown
 from fsdp_inspect_app.app_pages.ranks.charts import (
     draw_grid,
     draw_mesh_grid,
@@ -67,7 +66,7 @@ from fsdp_inspect_app.selection import (
     pick,
     switch_page,
 )
-from fsdp_inspect_app.tables import frame_of
+from fsdp_inspect_app.tables import frame_breakdown, frame_of
 from fsdp_inspect_app.wording import plain
 
 _MEASURES = {

@@ -8,7 +8,7 @@ import pandas as pd
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.report import palette
-from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars
+from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, stack
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.result_types import (
     Plan,
@@ -22,6 +22,7 @@ from fsdp_inspect.simulation.buckets import (
     BucketChanges,
     BucketStep,
     BucketWork,
+    SimulatedBucket,
     change_buckets,
     measure_buckets,
 )
@@ -135,36 +136,28 @@ def draw_backwards(steps: Sequence[tuple[str, BucketStep]], computes_ns: float) 
         steps: A name and the simulated step of each.
         computes_ns: Time in which a backward computes.
     """
-    rows = []
-    for name, step in steps:
-        rows.append(Row(f"{name}, backward", _backward_bars(step, computes_ns)))
-        rows.append(Row("all-reduce", _bucket_bars(step)))
+    rows = [
+        row
+        for name, step in steps
+        for row in (
+            Row(f"{name}, backward", _backward_bars(step, computes_ns)),
+            Row("all-reduce", tuple(map(_bar_of, step.buckets))),
+        )
+    ]
     looks = palette.BACKWARD, palette.EXPOSED_ALL_REDUCE, palette.ALL_REDUCE
     return draw_bars(rows, MetricUnit.NS, legend=[(look, look.label) for look in looks])
 
 
 def _backward_bars(step: BucketStep, computes_ns: float) -> tuple[Bar, ...]:
-    bars, at = [], 0
+    parts, at = [], 0
     whole = round(computes_ns) + sum(end - start for start, end in step.waits)
     for start, end in (*step.waits, (whole, whole)):
-        for first, last, look in (
-            (at, start, palette.BACKWARD),
-            (start, end, palette.EXPOSED_ALL_REDUCE),
-        ):
-            if last > first:
-                bars.append(Bar(first, last, look, f"{look.label}: {format_ns(last - first)}"))
+        parts += [(palette.BACKWARD, start - at), (palette.EXPOSED_ALL_REDUCE, end - start)]
         at = end
-    return tuple(bars)
+    return stack((look, ns, f"{look.label}: {format_ns(ns)}", "") for look, ns in parts)
 
 
-def _bucket_bars(step: BucketStep) -> tuple[Bar, ...]:
-    return tuple(
-        Bar(
-            bucket.start_ns,
-            bucket.start_ns + bucket.duration_ns,
-            palette.ALL_REDUCE,
-            f"{bucket.name}: {format_bytes(bucket.message_bytes)}, {format_ns(bucket.duration_ns)}",
-            bucket.name,
-        )
-        for bucket in step.buckets
-    )
+def _bar_of(bucket: SimulatedBucket) -> Bar:
+    end, size = bucket.start_ns + bucket.duration_ns, format_bytes(bucket.message_bytes)
+    told = f"{bucket.name}: {size}, {format_ns(bucket.duration_ns)}"
+    return Bar(bucket.start_ns, end, palette.ALL_REDUCE, told, bucket.name)
