@@ -28,7 +28,7 @@ class RecorderCost:
     detail: BlockDifference | None
     """Detailed against plain steps next to them; None: there are too few such pairs."""
     plain_ratio: float
-    """The notes of a plain step, timed in some of them."""
+    """Hooks and notes on the training thread in a plain step, timed in some of them."""
     threads_ratio: float
     """CPU time of the recorder's threads. It slows a training only where cores are short."""
 
@@ -58,10 +58,12 @@ class RecorderCost:
         if self.ratio is None or interval is None:
             return f"Recorder: {steps}. {_UNKNOWN}"
         low, high = (format_ratio(max(each, 0.0)) for each in interval)
+        is_above = interval[0] > self.budget_ratio
+        above = f", above its budget of {format_ratio(self.budget_ratio)}" if is_above else ""
         blocks = plural(self.detail.num_blocks if self.detail else 0, "block")
         return (
-            f"Recorder: {format_ratio(max(self.ratio, 0.0))} of the step time ({low} to {high}), "
-            f"measured in {blocks} of this run; {steps}."
+            f"Recorder: {format_ratio(max(self.ratio, 0.0))} of the step time ({low} to "
+            f"{high}){above}, measured in {blocks} of this run; {steps}."
         )
 
 

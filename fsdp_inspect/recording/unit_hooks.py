@@ -372,10 +372,11 @@ class UnitHooks(UnitTimer):
                 session.hook_unit = self.index
                 # In the state of a forward, another module of the same unit has opened it.
                 if training_state_of(group) is not _TORCH_FORWARD or self._close_evaluation():
-                    inputs = _given(args, kwargs, 1, "args", default=())
-                    named = _given(args, kwargs, 2, "kwargs", default={})
-                    self._begin_forward(inputs, named)
                     is_opened = True
+                    if session.detail or not session.open_units:
+                        inputs = _given(args, kwargs, 1, "args", default=())
+                        named = _given(args, kwargs, 2, "kwargs", default={})
+                        self._begin_forward(inputs, named)
             except Exception as error:
                 session.fail(error)
             session.count_plain(begun)
