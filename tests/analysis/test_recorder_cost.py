@@ -93,7 +93,7 @@ def test_the_cost_is_the_share_of_detail_and_the_fixed_parts():
     fixed = cost.plain_ratio + cost.threads_ratio
     assert cost.ratio == pytest.approx(32 / 60 * cost.detail.ratio + fixed)
     assert "32 of 60 steps in detail" in cost.sentence
-    assert "above its budget of 1.0%, measured in 6 blocks" in cost.sentence
+    assert "above its budget of 1%, measured in 6 blocks" in cost.sentence
 
 
 def test_too_few_blocks_state_no_cost():
