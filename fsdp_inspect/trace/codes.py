@@ -287,6 +287,21 @@ UNKNOWN_STEP = -1
 """The `step` of a collective from such a dump."""
 
 
+class UseEvent(NamedCode):
+    """An event in `trace.run.UseOrder`."""
+
+    BEGIN = 0
+    """A forward of the model begins."""
+    ENTER = 1
+    """A module is about to run its forward or its backward."""
+    LEAVE = 2
+    """It has run it."""
+    GRADIENT = 3
+    """The gradient of a parameter is complete."""
+    REDUCE_REST = 4
+    """The backward of the model has ended, and the remaining gradients are reduced."""
+
+
 class StepPart(NamedCode):
     """A part of a step in the summary's `kind` column; its codes do not overlap `EventKind`."""
 

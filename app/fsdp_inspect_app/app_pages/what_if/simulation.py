@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -16,7 +17,7 @@ from fsdp_inspect.result_types import (
 )
 from fsdp_inspect.simulation.buckets import (
     BucketChanges,
-    BucketWork,
+    MessageWork,
     change_buckets,
     measure_buckets,
 )
@@ -50,8 +51,8 @@ def prepare(run: RunSource) -> PreparedRun:
     return PreparedRun(work, replayed, plan)
 
 
-def prepare_buckets(run: RunSource) -> BucketWork:
-    """Measure the recorded buckets of a run; raises as `prepare`."""
+def prepare_buckets(run: RunSource) -> MessageWork[Any]:
+    """Measure the recorded buckets or messages of a run; raises as `prepare`."""
     work = measure_buckets(run)
     change_buckets(work, BucketChanges())
     return work

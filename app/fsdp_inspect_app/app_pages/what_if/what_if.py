@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
@@ -27,7 +28,7 @@ from fsdp_inspect.result_types import (
     RunManifest,
     Simulation,
 )
-from fsdp_inspect.simulation.buckets import BucketWork, change_buckets
+from fsdp_inspect.simulation.buckets import MessageWork, change_buckets
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import UNITS_OF_PLAN
 from fsdp_inspect_app import loading
@@ -92,7 +93,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     """Show the headline, the settings, and the predicted step."""
     show_run_header(run.manifest, run.summary())
     try:
-        if run.manifest.sharder_traits.has_buckets:
+        if run.manifest.sharder_traits.has_messages:
             _show_buckets(entry, loading.result_of(entry, prepare_buckets))
         else:
             _show_prepared(entry, run, loading.result_of(entry, prepare))
@@ -382,18 +383,19 @@ def _command(
     return f"{network} --plan {PLAN_FILE}"
 
 
-# --- buckets of DDP and ZeRO
+# --- messages of DDP and ZeRO
 
 
 @st.fragment
 @sheet_section("buckets")
-def _show_buckets(entry: RunEntry, work: BucketWork) -> None:
-    """Show the settings of the buckets and the predicted step, as `_show_prepared` does."""
+def _show_buckets(entry: RunEntry, work: MessageWork[Any]) -> None:
+    """Show the settings of the messages and the predicted step, as `_show_prepared` does."""
     answer = st.container(key="pinned-answer")
+    what = work.settings.what.capitalize()
     left, right = st.columns([2, 5], gap="medium")
     of_buckets, recorded = knobs_of_buckets(work.settings), recorded_buckets(work.settings)
     knobs = (*of_buckets, *KNOBS_OF_LINK)
-    with left, show_card("Buckets and network", key="knobs"):
+    with left, show_card(f"{what} and network", key="knobs"):
         texts = {knob.name: show_knob(knob, recorded.get(knob.name)) for knob in knobs}
         chosen = {name: text for name, text in texts.items() if text is not None}
         _show_reset(chosen, knobs)
@@ -413,10 +415,10 @@ def _show_buckets(entry: RunEntry, work: BucketWork) -> None:
                 Tile(
                     "Predicted waits",
                     format_ns(after.exposed_ns),
-                    f"recorded buckets, simulated: {format_ns(before.exposed_ns)}",
-                    "Predicted waits for all-reduces of buckets in a step.",
+                    f"recorded {work.settings.what}, simulated: {format_ns(before.exposed_ns)}",
+                    "Predicted waits for these messages in a step.",
                 ),
-                Tile("Buckets", str(len(after.buckets)), f"recorded: {len(before.buckets)}"),
+                Tile(what, str(len(after.buckets)), f"recorded: {len(before.buckets)}"),
                 _tile_of_check(found.replay_error, before.step_time_ns, found.recorded_step_ns),
             ]
         )
@@ -426,7 +428,7 @@ def _show_buckets(entry: RunEntry, work: BucketWork) -> None:
             found.TABLE.title,
             frame_of(found.TABLE, found.rows()),
             key="buckets",
-            alt="Buckets of one backward, one row each",
+            alt=f"{what} of {work.settings.period}, one row each",
         )
         with show_card("Export", key="keep"):
             show_code(found.settings.snippet, key="snippet", language="python")

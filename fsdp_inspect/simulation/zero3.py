@@ -1,0 +1,347 @@
+"""Repeat the order in which ZeRO-3 gathers, keeps and reduces.
+
+[Note: The order of ZeRO-3]
+DeepSpeed 0.19 notes the order of the modules in the first forward and backward. From then on, its
+hooks follow these rules (`partitioned_param_coordinator.py`, `stage3.py`), which do not depend on
+time:
+
+- Before the forward or the backward of a module, its missing parameters are gathered in one
+  message. The module waits for all its parameters. Then the next parameters of the order are
+  prefetched in one message, until it has `prefetch_bucket_size` elements, or the gathered ones
+  reach `max_live_parameters`. This also happens at modules without parameters.
+- After it, its parameters are released, unless a prefetch has skipped a later use of them, or a
+  module within the next `max_reuse_distance` elements uses them. DeepSpeed decides this once for
+  each place in the order.
+- Parameters of at most `param_persistence_threshold` elements stay until the update, and are
+  gathered after it, each in its own message. The step waits for all of them.
+- A gradient that would exceed `reduce_bucket_size` reduces the bucket before it. The rest is
+  reduced after backward.
+- Each update releases all parameters. Each forward forgets what was prefetched.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fsdp_inspect.trace.codes import EventKind, UseEvent
+from fsdp_inspect.trace.run import UseOrder
+
+_MOST_STEPS = 8
+"""The steps until the messages of two steps must be equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSettings:
+    """DeepSpeed's settings of gathers, in elements."""
+
+    prefetch_bucket_size: float
+    max_live_parameters: float
+    max_reuse_distance: float
+    param_persistence_threshold: float
+
+
+class Parameter(NamedTuple):
+    """A parameter that ZeRO-3 shards."""
+
+    numel: int
+    padded: int
+    """Its elements with those that make all shards equal."""
+    gather_itemsize: int
+    reduce_dtype: str
+    reduce_itemsize: int
+
+
+class Message(NamedTuple):
+    """A collective of a step."""
+
+    kind: EventKind
+    parameters: tuple[int, ...]
+    num_bytes: int
+
+
+class Action(NamedTuple):
+    """What a hook does with a message."""
+
+    place: int
+    """The event of `UseOrder.events` at which it happens; their number: the update."""
+    message: int
+    is_wait: bool
+    """Whether it waits for the message; else, it issues it."""
+
+
+class Messages(NamedTuple):
+    """The messages of a step, in the order of their issue, and the actions of its hooks."""
+
+    messages: tuple[Message, ...]
+    actions: tuple[Action, ...]
+    most_bytes: int
+    """The most bytes of gathered parameters at once."""
+
+
+def order_messages(
+    uses: UseOrder,
+    parameters: Sequence[Parameter],
+    settings: GatherSettings,
+    reduce_bucket_size: float,
+    *,
+    scatters: bool,
+) -> Messages | None:
+    """The messages of a step; see [Note: The order of ZeRO-3].
+
+    Args:
+        uses: The order of uses in a step.
+        parameters: The parameters by number.
+        settings: The settings of gathers.
+        reduce_bucket_size: The most elements of a bucket of gradients.
+        scatters: Whether gradients are reduce-scattered, or all-reduced.
+
+    Returns:
+        None if the steps never become equal.
+    """
+    coordinator = _Coordinator(uses, parameters, settings, reduce_bucket_size, scatters)
+    before = None
+    for _ in range(_MOST_STEPS):
+        found = coordinator.run_step()
+        if found == before:
+            return found
+        before = found
+    return None
+
+
+def passes_of(uses: UseOrder) -> list[list[int]]:
+    """The modules that each forward and backward of the model enters, in order."""
+    passes: list[list[int]] = []
+    for event, number, _ in uses.events:
+        if event == UseEvent.BEGIN:
+            passes.append([])
+        elif event == UseEvent.ENTER and passes:
+            passes[-1].append(number)
+    return passes
+
+
+@dataclass
+class _Coordinator:
+    """The state that DeepSpeed keeps of the parameters."""
+
+    uses: UseOrder
+    parameters: Sequence[Parameter]
+    settings: GatherSettings
+    reduce_bucket_size: float
+    scatters: bool
+    in_flight: dict[int, int] = field(default_factory=dict)
+    """The message of each parameter that was gathered without a wait so far."""
+    gathered: set[int] = field(default_factory=set)
+    active: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The modules that use a parameter now."""
+    is_complete: bool = False
+    """Whether the order is known: after the first forward and backward."""
+    has_begun: bool = False
+    queue: deque[tuple[int, int]] = field(default_factory=deque)
+    """The next parameters in the order, each with the place of its use."""
+    fetched_for: dict[int, int] = field(default_factory=dict)
+    """The last place in the order for which a parameter was fetched or skipped."""
+    step: int = 0
+    """The place in the order."""
+    num_live: int = 0
+    released: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)
+    """The parameters to release after a module at a place in the order."""
+    bucket: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    messages: list[Message] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)
+    place: int = 0
+    most_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.order = passes_of(self.uses)[0]
+        self.used = [each.parameters for each in self.uses.modules]
+
+    def run_step(self) -> Messages:
+        """Run a step, with its update."""
+        self.messages, self.actions = [], []
+        self.most_bytes = 0
+        for place, (event, number, _) in enumerate(self.uses.events):
+            self.place = place
+            match event:
+                case UseEvent.BEGIN:
+                    self._begin()
+                case UseEvent.ENTER:
+                    self._enter(number)
+                case UseEvent.LEAVE:
+                    self._leave(number)
+                case UseEvent.GRADIENT:
+                    self._add_gradient(number)
+                case UseEvent.REDUCE_REST:
+                    self._end_backward()
+        self.place = len(self.uses.events)
+        self._update()
+        return Messages(tuple(self.messages), tuple(self.actions), self.most_bytes)
+
+    def _end_backward(self) -> None:
+        """Reduce the remaining gradients, and release the modules whose backward has no end."""
+        for dtype in sorted(self.bucket):
+            self._reduce(dtype)
+        for module in {module for own in self.active.values() for module in own}:
+            for parameter in self.used[module]:
+                self.active[parameter].discard(module)
+                if self._may_release(parameter):
+                    self._release(parameter)
+
+    def _may_release(self, parameter: int) -> bool:
+        return self.parameters[parameter].numel > self.settings.param_persistence_threshold
+
+    def _begin(self) -> None:
+        self._drain()
+        self.is_complete, self.has_begun = self.has_begun, True
+        order = enumerate(self.order) if self.is_complete else ()
+        self.queue = deque((each, place) for place, one in order for each in self.used[one])
+        self.fetched_for.clear()
+        self.step = self.num_live = 0
+
+    def _drain(self) -> None:
+        """Wait for what was prefetched, and release it."""
+        for parameter in list(self.in_flight):
+            if parameter in self.in_flight:
+                self._await(parameter)
+            self._release(parameter)
+
+    def _enter(self, module: int) -> None:
+        used = self.used[module]
+        self._gather([each for each in used if self._is_missing(each)])
+        for parameter in used:
+            self.active[parameter].add(module)
+            if parameter in self.in_flight:
+                self._await(parameter)
+        if self.is_complete:
+            self._skip(used)
+            self._prefetch()
+        self.step += 1
+
+    def _skip(self, used: Sequence[int]) -> None:
+        """Drop the parameters of this module from the queue, unless a prefetch has."""
+        needed = {each for each in used if self.fetched_for.get(each, -1) < self.step}
+        dropped: set[int] = set()
+        while self.queue and len(dropped) < len(needed):
+            parameter, place = self.queue.popleft()
+            self.fetched_for[parameter] = place
+            dropped.add(parameter)
+
+    def _prefetch(self) -> None:
+        wanted = self.settings.prefetch_bucket_size
+        if wanted <= 0:
+            return
+        most = min(self.settings.max_live_parameters - self.num_live, wanted)
+        taken: dict[int, None] = {}
+        numel = 0
+        while self.queue and numel < most:
+            parameter, place = self.queue.popleft()
+            self.fetched_for[parameter] = max(self.fetched_for.get(parameter, -1), place)
+            if self._is_missing(parameter) and parameter not in taken:
+                taken[parameter] = None
+                numel += self.parameters[parameter].numel
+        self._gather(taken)
+
+    def _is_missing(self, parameter: int) -> bool:
+        return parameter not in self.gathered and parameter not in self.in_flight
+
+    def _gather(self, wanted: Sequence[int] | dict[int, None]) -> None:
+        """Gather parameters in one message for each dtype."""
+        for size in {self.parameters[each].gather_itemsize: None for each in wanted}:
+            members = [each for each in wanted if self.parameters[each].gather_itemsize == size]
+            number = self._issue(EventKind.ALL_GATHER, members)
+            self.in_flight |= dict.fromkeys(members, number)
+            self.num_live += sum(self.parameters[each].numel for each in members)
+        held = (self.parameters[each] for each in (*self.gathered, *self.in_flight))
+        held_bytes = sum(each.padded * each.gather_itemsize for each in held)
+        self.most_bytes = max(self.most_bytes, held_bytes)
+
+    def _issue(self, kind: EventKind, members: Sequence[int]) -> int:
+        own = [self.parameters[each] for each in members]
+        if kind == EventKind.ALL_GATHER:
+            num_bytes = sum(each.padded * each.gather_itemsize for each in own)
+        elif kind == EventKind.REDUCE_SCATTER:
+            num_bytes = sum(each.padded * each.reduce_itemsize for each in own)
+        else:
+            num_bytes = sum(each.numel * each.reduce_itemsize for each in own)
+        self.messages.append(Message(kind, tuple(members), num_bytes))
+        number = len(self.messages) - 1
+        self.actions.append(Action(self.place, number, is_wait=False))
+        return number
+
+    def _await(self, parameter: int) -> None:
+        """Wait for the message of a parameter, which completes all its parameters."""
+        number = self.in_flight[parameter]
+        self.actions.append(Action(self.place, number, is_wait=True))
+        arrived = [each for each, own in self.in_flight.items() if own == number]
+        for each in arrived:
+            del self.in_flight[each]
+        self.gathered.update(arrived)
+
+    def _leave(self, module: int) -> None:
+        used = self.used[module]
+        out: Sequence[int] | frozenset[int] = used
+        if self.is_complete:
+            key = (module, self.step)
+            if key not in self.released:
+                self.released[key] = self._to_release(used)
+            out = self.released[key]
+        for parameter in used:
+            self.active[parameter].discard(module)
+            if parameter in out:
+                self._release(parameter)
+
+    def _to_release(self, used: Sequence[int]) -> frozenset[int]:
+        settings, step = self.settings, self.step
+        found = {
+            each
+            for each in used
+            if self._may_release(each) and self.fetched_for.get(each, -1) <= step
+        }
+        passed = 0
+        for module in self.order[step:]:
+            if passed >= settings.max_reuse_distance:
+                break
+            found -= set(self.used[module])
+            passed += sum(self.parameters[each].numel for each in self.used[module])
+        return frozenset(found)
+
+    def _release(self, parameter: int) -> None:
+        if parameter in self.gathered and not self.active[parameter]:
+            self.gathered.remove(parameter)
+            self.num_live -= self.parameters[parameter].numel
+
+    def _add_gradient(self, parameter: int) -> None:
+        own = self.parameters[parameter]
+        bucket = self.bucket[own.reduce_dtype]
+        size = sum(self.parameters[each].numel for each in bucket)
+        if bucket and size + own.numel > self.reduce_bucket_size:
+            self._reduce(own.reduce_dtype)
+        bucket.append(parameter)
+
+    def _reduce(self, dtype: str) -> None:
+        bucket = self.bucket[dtype]
+        if not bucket:
+            return
+        size = sum(self.parameters[each].numel for each in bucket)
+        is_scattered = self.scatters or size > self.reduce_bucket_size
+        kind = EventKind.REDUCE_SCATTER if is_scattered else EventKind.ALL_REDUCE
+        number = self._issue(kind, bucket)
+        self.actions.append(Action(self.place, number, is_wait=True))
+        bucket.clear()
+
+    def _update(self) -> None:
+        self.active.clear()
+        self._drain()
+        self.gathered.clear()
+        threshold = self.settings.param_persistence_threshold
+        kept = [at for at, each in enumerate(self.parameters) if each.numel <= threshold]
+        for parameter in kept:
+            number = self._issue(EventKind.ALL_GATHER, [parameter])
+            self.gathered.add(parameter)
+            if parameter == kept[-1]:
+                self.actions.append(Action(self.place, number, is_wait=True))
+
+
+def count_messages(messages: Sequence[Message]) -> Counter[tuple[EventKind, int]]:
+    """The messages by kind and bytes."""
+    return Counter((each.kind, each.num_bytes) for each in messages)
