@@ -81,7 +81,7 @@ from fsdp_inspect.simulation.zero3 import (
     passes_of,
 )
 from fsdp_inspect.statistics import half_range_ratio
-from fsdp_inspect.trace.codes import ITEMSIZE, NO_UNIT, WAIT_OF, EventKind, Phase, UseEvent
+from fsdp_inspect.trace.codes import ENTERS, ITEMSIZE, LEAVES, NO_UNIT, WAIT_OF, EventKind, Phase, UseEvent
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit, UseOrder
 from fsdp_inspect.trace.sharders import DDP, ZERO1, ZERO2, ZERO3, traits_of
@@ -745,8 +745,7 @@ def _is_whole(uses: UseOrder, num_parameters: int) -> bool:
     """Whether an order begins with a forward, and names existing modules and parameters only."""
     used = [number for module in uses.modules for number in module.parameters]
     used += [number for event, number, _ in uses.events if event == UseEvent.GRADIENT]
-    of_modules = (UseEvent.ENTER, UseEvent.LEAVE)
-    entered = [number for event, number, _ in uses.events if event in of_modules]
+    entered = [number for event, number, _ in uses.events if event in (*ENTERS, *LEAVES)]
     begins = bool(uses.events) and uses.events[0][0] == UseEvent.BEGIN
     return (
         begins and max(used, default=0) < num_parameters
@@ -763,24 +762,21 @@ def _own(events: EventTable, kinds: Iterable[int]) -> EventTable:
 def _rows_of(uses: UseOrder) -> list[int]:
     """For each event, the begin or the entry of a module whose row has its time; -1: none.
 
-    A repeated forward ends early, without a row: torch stops it when all activations are known. A
+    A repeated forward can have no end and no row: torch stops it when all activations are known. A
     backward without an end has a row that ends with the backward of the model.
     """
     found = [-1] * len(uses.events)
-    entered: defaultdict[int, list[int]] = defaultdict(list)
+    entered: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for at, (event, number, _) in enumerate(uses.events):
         if event == UseEvent.BEGIN:
             found[at] = at
-        elif event == UseEvent.ENTER and uses.modules[number].unit != NO_UNIT:
-            entered[number].append(at)
-        elif event == UseEvent.LEAVE and entered[number]:
-            row = entered[number].pop()
-            found[at] = found[row] = row
-        elif event == UseEvent.REDUCE_REST:
-            for own in entered.values():
-                if own:
-                    found[own[-1]] = own[-1]
-            entered.clear()
+        elif event in ENTERS and uses.modules[number].unit != NO_UNIT:
+            entered[event, number].append(at)
+            if event == UseEvent.ENTER_BACKWARD:
+                found[at] = at
+        elif event in LEAVES and (own := entered[ENTERS[LEAVES.index(event)], number]):
+            found[at] = found[own[-1]] = own[-1]
+            own.pop()
     return found
 
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fsdp_inspect.trace.codes import EventKind, UseEvent
+from fsdp_inspect.trace.codes import ENTERS, EventKind, UseEvent
 from fsdp_inspect.trace.run import UseOrder
 
 _MOST_STEPS = 8
@@ -115,7 +115,7 @@ def passes_of(uses: UseOrder) -> list[list[int]]:
     for event, number, _ in uses.events:
         if event == UseEvent.BEGIN:
             passes.append([])
-        elif event == UseEvent.ENTER and passes:
+        elif event in ENTERS and passes:
             passes[-1].append(number)
     return passes
 
@@ -134,6 +134,8 @@ class _Coordinator:
     gathered: set[int] = field(default_factory=set)
     active: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     """The modules that use a parameter now."""
+    in_backward: dict[int, None] = field(default_factory=dict)
+    """The modules whose backward has not ended."""
     is_complete: bool = False
     """Whether the order is known: after the first forward and backward."""
     has_begun: bool = False
@@ -165,9 +167,15 @@ class _Coordinator:
             match event:
                 case UseEvent.BEGIN:
                     self._begin()
-                case UseEvent.ENTER:
+                case UseEvent.ENTER_FORWARD:
                     self._enter(number)
-                case UseEvent.LEAVE:
+                case UseEvent.ENTER_BACKWARD:
+                    self.in_backward[number] = None
+                    self._enter(number)
+                case UseEvent.LEAVE_FORWARD:
+                    self._leave(number)
+                case UseEvent.LEAVE_BACKWARD:
+                    self.in_backward.pop(number, None)
                     self._leave(number)
                 case UseEvent.GRADIENT:
                     self._add_gradient(number)
@@ -181,7 +189,8 @@ class _Coordinator:
         """Reduce the remaining gradients, and release the modules whose backward has no end."""
         for dtype in sorted(self.bucket):
             self._reduce(dtype)
-        for module in {module for own in self.active.values() for module in own}:
+        while self.in_backward:
+            module, _ = self.in_backward.popitem()
             for parameter in self.used[module]:
                 self.active[parameter].discard(module)
                 if self._may_release(parameter):

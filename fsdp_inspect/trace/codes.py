@@ -292,14 +292,20 @@ class UseEvent(NamedCode):
 
     BEGIN = 0
     """A forward of the model begins."""
-    ENTER = 1
-    """A module is about to run its forward or its backward."""
-    LEAVE = 2
+    ENTER_FORWARD = 1
+    """A module is about to run its forward."""
+    LEAVE_FORWARD = 2
     """It has run it."""
-    GRADIENT = 3
+    ENTER_BACKWARD = 3
+    LEAVE_BACKWARD = 4
+    GRADIENT = 5
     """The gradient of a parameter is complete."""
-    REDUCE_REST = 4
+    REDUCE_REST = 6
     """The backward of the model has ended, and the remaining gradients are reduced."""
+
+
+ENTERS = (UseEvent.ENTER_FORWARD, UseEvent.ENTER_BACKWARD)
+LEAVES = (UseEvent.LEAVE_FORWARD, UseEvent.LEAVE_BACKWARD)
 
 
 class StepPart(NamedCode):

@@ -382,7 +382,7 @@ class SubmoduleHooks(ZeroHooks):
     # --- forward and backward
 
     def _before_forward(self, module: Any, *more: Any, **named: Any) -> UnitTimer | None:
-        self._uses.note_module(UseEvent.ENTER, module)
+        self._uses.note_module(UseEvent.ENTER_FORWARD, module)
         timer = self._timer_of.get(module)
         if timer is not None:
             timer._enter_hook()
@@ -397,13 +397,13 @@ class SubmoduleHooks(ZeroHooks):
         self._uses.settle()
 
     def _before_post_forward(self, module: Any, *more: Any, **named: Any) -> None:
-        self._uses.note_module(UseEvent.LEAVE, module)
+        self._uses.note_module(UseEvent.LEAVE_FORWARD, module)
         timer = self._timer_of.get(module)
         if timer is not None:
             timer._close_forward(None)
 
     def _before_backward(self, module: Any, *more: Any, **named: Any) -> UnitTimer | None:
-        self._uses.note_module(UseEvent.ENTER, module)
+        self._uses.note_module(UseEvent.ENTER_BACKWARD, module)
         timer = self._timer_of.get(module)
         if timer is not None:
             self._session.phase = Phase.BACKWARD
@@ -418,7 +418,7 @@ class SubmoduleHooks(ZeroHooks):
         self._uses.settle()
 
     def _before_post_backward(self, module: Any, *more: Any, **named: Any) -> None:
-        self._uses.note_module(UseEvent.LEAVE, module)
+        self._uses.note_module(UseEvent.LEAVE_BACKWARD, module)
         timer = self._timer_of.get(module)
         if timer is not None:
             timer._close_backward()
