@@ -81,7 +81,16 @@ from fsdp_inspect.simulation.zero3 import (
     passes_of,
 )
 from fsdp_inspect.statistics import half_range_ratio
-from fsdp_inspect.trace.codes import ENTERS, ITEMSIZE, LEAVES, NO_UNIT, WAIT_OF, EventKind, Phase, UseEvent
+from fsdp_inspect.trace.codes import (
+    ENTERS,
+    ITEMSIZE,
+    LEAVES,
+    NO_UNIT,
+    WAIT_OF,
+    EventKind,
+    Phase,
+    UseEvent,
+)
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit, UseOrder
 from fsdp_inspect.trace.sharders import DDP, ZERO1, ZERO2, ZERO3, traits_of

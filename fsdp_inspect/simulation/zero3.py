@@ -16,11 +16,12 @@ time:
   gathered after it, each in its own message. The step waits for all of them.
 - A gradient that would exceed `reduce_bucket_size` reduces the bucket before it. The rest is
   reduced after backward.
+- A frozen parameter that a repeated forward uses stays until the backward around it has ended.
 - Each update releases all parameters. Each forward forgets what was prefetched.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -136,6 +137,8 @@ class _Coordinator:
     """The modules that use a parameter now."""
     in_backward: dict[int, None] = field(default_factory=dict)
     """The modules whose backward has not ended."""
+    repeated: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The frozen parameters that forwards repeated during the backward of each module."""
     is_complete: bool = False
     """Whether the order is known: after the first forward and backward."""
     has_begun: bool = False
@@ -157,6 +160,7 @@ class _Coordinator:
     def __post_init__(self) -> None:
         self.order = passes_of(self.uses)[0]
         self.used = [each.parameters for each in self.uses.modules]
+        self.trained = {at for event, at, _ in self.uses.events if event == UseEvent.GRADIENT}
 
     def run_step(self) -> Messages:
         """Run a step, with its update."""
@@ -169,6 +173,11 @@ class _Coordinator:
                     self._begin()
                 case UseEvent.ENTER_FORWARD:
                     self._enter(number)
+                    if self.in_backward:
+                        owner = next(reversed(self.in_backward))
+                        for each in {*self.used[number]} - self.trained:
+                            self.repeated[owner].add(each)
+                            self.active[each].add(owner)
                 case UseEvent.ENTER_BACKWARD:
                     self.in_backward[number] = None
                     self._enter(number)
@@ -176,7 +185,7 @@ class _Coordinator:
                     self._leave(number)
                 case UseEvent.LEAVE_BACKWARD:
                     self.in_backward.pop(number, None)
-                    self._leave(number)
+                    self._leave(number, self.repeated.pop(number, set()))
                 case UseEvent.GRADIENT:
                     self._add_gradient(number)
                 case UseEvent.REDUCE_REST:
@@ -191,7 +200,7 @@ class _Coordinator:
             self._reduce(dtype)
         while self.in_backward:
             module, _ = self.in_backward.popitem()
-            for parameter in self.used[module]:
+            for parameter in {*self.used[module], *self.repeated.pop(module, ())}:
                 self.active[parameter].discard(module)
                 if self._may_release(parameter):
                     self._release(parameter)
@@ -286,15 +295,16 @@ class _Coordinator:
             del self.in_flight[each]
         self.gathered.update(arrived)
 
-    def _leave(self, module: int) -> None:
+    def _leave(self, module: int, repeated: Set[int] = frozenset()) -> None:
         used = self.used[module]
-        out: Sequence[int] | frozenset[int] = used
+        out: Set[int] = {*used}
         if self.is_complete:
             key = (module, self.step)
             if key not in self.released:
                 self.released[key] = self._to_release(used)
             out = self.released[key]
-        for parameter in used:
+        out = out | {each for each in repeated if self._may_release(each)}
+        for parameter in {*used, *repeated}:
             self.active[parameter].discard(module)
             if parameter in out:
                 self._release(parameter)

@@ -152,11 +152,13 @@ class Block(nn.Module):
 class Model(nn.Module):
     """An embedding, blocks of different sizes, and a head."""
 
-    def __init__(self, *, width: int, repeats: bool) -> None:
+    def __init__(self, *, width: int, repeats: bool, tied: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(120, width)
         self.blocks = nn.ModuleList(Block(width, ms) for ms in (1.0, 3.0, 0.5, 2.0))
-        self.head = timed_linear(width, 100, 1.0)
+        self.head = timed_linear(width, 120, 1.0)
+        if tied:
+            self.head.weight = self.embed.weight
         self.repeats = repeats
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -207,6 +209,12 @@ class Setup:
     repeats: bool = False
     reduce_scatter: bool = True
     width: int = 32
+    tied: bool = False
+    frozen: bool = False
+    """Only the biases are trained, as with an adapter."""
+    bf16: bool = False
+    leaf: bool = False
+    """Each block is a leaf module, which gathers all its parameters at once."""
 
 
 def record(setup: Setup) -> InMemoryRun:
@@ -231,7 +239,13 @@ def record(setup: Setup) -> InMemoryRun:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
-    model = Model(width=setup.width, repeats=setup.repeats)
+    if setup.bf16:
+        config["bf16"] = {"enabled": True}
+    model = Model(width=setup.width, repeats=setup.repeats, tied=setup.tied)
+    if setup.leaf:
+        deepspeed.utils.set_z3_leaf_modules(model, [Block])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not setup.frozen or "bias" in name)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with virtual_messages(HOST):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -293,6 +307,11 @@ KINDS: Sequence[dict[str, Any]] = [
     {"repeats": True},
     {"reduce_scatter": False, "width": 31},
     {"param_persistence_threshold": 100, "max_reuse_distance": 5_000, "microbatches": 2},
+    {"tied": True},
+    {"frozen": True},
+    {"frozen": True, "repeats": True},
+    {"bf16": True},
+    {"leaf": True, "prefetch_bucket_size": 20_000},
 ]
 
 
