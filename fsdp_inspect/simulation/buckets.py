@@ -76,9 +76,9 @@ from fsdp_inspect.simulation.recorded import with_own_turns
 from fsdp_inspect.simulation.zero3 import (
     GatherSettings,
     Messages,
-    Parameter,
+    ShardedParameter,
+    entered_modules,
     order_messages,
-    passes_of,
 )
 from fsdp_inspect.statistics import half_range_ratio
 from fsdp_inspect.trace.codes import (
@@ -510,7 +510,7 @@ class FetchWork(MessageWork[Messages]):
     """
 
     uses: UseOrder
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[ShardedParameter, ...]
     """The parameters by number."""
     names: tuple[str, ...]
     """The unit of each parameter."""
@@ -534,8 +534,8 @@ class FetchWork(MessageWork[Messages]):
         if missing:
             name = next(iter(missing)).label.replace("_", "-")
             raise MissingDataError(
-                f"Run {self.run_id!r} has no {name}, whose duration is therefore unknown. Expected one. "
-                "Choose a larger reduce_bucket_size."
+                f"Run {self.run_id!r} has no {name}, so the duration of one is unknown. Expected "
+                "one. Choose a larger reduce_bucket_size."
             )
         return found
 
@@ -673,9 +673,8 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
     manifest = run.manifest
     uses, observed = manifest.uses, manifest.observed
     if manifest.device_type != "cpu":
-        raise MissingDataError(
-            _refuse(run, "the simulation was compared with runs of ZeRO-3 on CPU only")
-        )
+        why = "on a GPU, the ends of its hidden gathers are unknown, and the host runs ahead"
+        raise MissingDataError(_refuse(run, why))
     if uses is None:
         why = "it lacks the order of uses, which this version records if steps are equal"
         raise MissingDataError(_refuse(run, why))
@@ -687,7 +686,7 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
     sizes = (settings.size, *asdict(settings)["gathers"].values())
     if any(map(math.isnan, sizes)) or not _is_whole(uses, len(parameters)):
         raise MissingDataError(_refuse(run, "its settings or its order of uses are incomplete"))
-    if any(each != passes_of(uses)[0] for each in passes_of(uses)):
+    if any(each != entered_modules(uses)[0] for each in entered_modules(uses)):
         raise MissingDataError(_refuse(run, "its microbatches run other modules"))
     member = inspected_rank(run, rank)
     if member is None:
@@ -741,13 +740,13 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
     return replace(work, recorded=recorded)
 
 
-def _parameters_of(units: Iterable[Unit], num_ranks: int) -> Iterable[Parameter]:
+def _parameters_of(units: Iterable[Unit], num_ranks: int) -> Iterable[ShardedParameter]:
     for unit in units:
         sizes = ITEMSIZE.get(unit.param_dtype, 0), ITEMSIZE.get(unit.reduce_dtype, 0)
         for shape in unit.parameters.values():
             numel = math.prod(shape)
             padded = -(-numel // num_ranks) * num_ranks
-            yield Parameter(numel, padded, sizes[0], unit.reduce_dtype, sizes[1])
+            yield ShardedParameter(numel, padded, sizes[0], unit.reduce_dtype, sizes[1])
 
 
 def _is_whole(uses: UseOrder, num_parameters: int) -> bool:
@@ -818,15 +817,17 @@ def _positions_in(
     if any(left.values()) or not len(step):
         return None
     found = np.array([*times, step.end_ns[0]], np.float64)
-    return found - step.start_ns[0] - _waited_before(found, _own(events, WAIT_OF.values()))
+    positions: NDArray[np.float64] = found - step.start_ns[0]
+    return positions - _waited_before(found, _own(events, WAIT_OF.values()))
 
 
 def _waited_before(times: NDArray[np.float64], waits: EventTable) -> NDArray[np.float64]:
     """How long a rank has waited until each time; waits are disjoint and in order."""
     done = np.concatenate(([0], np.cumsum(waits.end_ns - waits.start_ns)))
     begun = np.searchsorted(waits.start_ns, times, side="right")
-    ends = np.concatenate(([0], waits.end_ns))[begun]
-    return np.asarray(done[begun] - np.maximum(np.where(begun > 0, ends - times, 0), 0), np.float64)
+    left_ns = np.concatenate(([0], waits.end_ns))[begun] - times
+    waited: NDArray[np.float64] = done[begun] - np.where(begun > 0, np.maximum(left_ns, 0), 0)
+    return waited
 
 
 def _fill(known_ns: NDArray[np.float64], uses: UseOrder) -> tuple[float, ...]:
@@ -877,12 +878,16 @@ def _number(text: str | None) -> float:
 
 
 def _refuse(run: RunSource, why: str) -> str:
-    what = "messages" if run.manifest.sharder == ZERO3 else "buckets"
+    what = "buckets"
+    expected = (
+        "model with DistributedDataParallel and no communication hook, or of one DeepSpeed engine "
+        "with ZeRO-1 or ZeRO-2"
+    )
+    if run.manifest.sharder == ZERO3:
+        what, expected = "messages", "DeepSpeed engine with ZeRO-3 on CPU"
     return (
         f"The {what} of run {run.manifest.run_id!r} cannot be simulated: {why}. Expected timed "
-        "steps of one model with DistributedDataParallel and no communication hook, or of one "
-        "DeepSpeed engine with ZeRO-1 or ZeRO-2, or on CPU with ZeRO-3. `fsdp-inspect show RUN "
-        "exposed` shows the measured waits."
+        f"steps of one {expected}. `fsdp-inspect show RUN exposed` shows the measured waits."
     )
 
 

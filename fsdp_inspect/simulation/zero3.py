@@ -20,7 +20,7 @@ time:
 - Each update releases all parameters. Each forward forgets what was prefetched.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class GatherSettings:
     param_persistence_threshold: float
 
 
-class Parameter(NamedTuple):
+class ShardedParameter(NamedTuple):
     """A parameter that ZeRO-3 shards."""
 
     numel: int
@@ -61,7 +61,7 @@ class Message(NamedTuple):
     num_bytes: int
 
 
-class Action(NamedTuple):
+class HookAction(NamedTuple):
     """What a hook does with a message."""
 
     place: int
@@ -75,14 +75,14 @@ class Messages(NamedTuple):
     """The messages of a step, in the order of their issue, and the actions of its hooks."""
 
     messages: tuple[Message, ...]
-    actions: tuple[Action, ...]
+    actions: tuple[HookAction, ...]
     most_bytes: int
     """The most bytes of gathered parameters at once."""
 
 
 def order_messages(
     uses: UseOrder,
-    parameters: Sequence[Parameter],
+    parameters: Sequence[ShardedParameter],
     settings: GatherSettings,
     reduce_bucket_size: float,
     *,
@@ -110,7 +110,7 @@ def order_messages(
     return None
 
 
-def passes_of(uses: UseOrder) -> list[list[int]]:
+def entered_modules(uses: UseOrder) -> list[list[int]]:
     """The modules that each forward and backward of the model enters, in order."""
     passes: list[list[int]] = []
     for event, number, _ in uses.events:
@@ -126,7 +126,7 @@ class _Coordinator:
     """The state that DeepSpeed keeps of the parameters."""
 
     uses: UseOrder
-    parameters: Sequence[Parameter]
+    parameters: Sequence[ShardedParameter]
     settings: GatherSettings
     reduce_bucket_size: float
     scatters: bool
@@ -153,43 +153,32 @@ class _Coordinator:
     """The parameters to release after a module at a place in the order."""
     bucket: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     messages: list[Message] = field(default_factory=list)
-    actions: list[Action] = field(default_factory=list)
+    actions: list[HookAction] = field(default_factory=list)
     place: int = 0
     most_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.order = passes_of(self.uses)[0]
+        self.order = entered_modules(self.uses)[0]
         self.used = [each.parameters for each in self.uses.modules]
         self.trained = {at for event, at, _ in self.uses.events if event == UseEvent.GRADIENT}
 
     def run_step(self) -> Messages:
         """Run a step, with its update."""
         self.messages, self.actions = [], []
-        self.most_bytes = 0
+        self.most_bytes = self._held_bytes()
         for place, (event, number, _) in enumerate(self.uses.events):
             self.place = place
             match event:
                 case UseEvent.BEGIN:
                     self._begin()
-                case UseEvent.ENTER_FORWARD:
-                    self._enter(number)
-                    if self.in_backward:
-                        owner = next(reversed(self.in_backward))
-                        for each in {*self.used[number]} - self.trained:
-                            self.repeated[owner].add(each)
-                            self.active[each].add(owner)
-                case UseEvent.ENTER_BACKWARD:
-                    self.in_backward[number] = None
-                    self._enter(number)
-                case UseEvent.LEAVE_FORWARD:
-                    self._leave(number)
-                case UseEvent.LEAVE_BACKWARD:
-                    self.in_backward.pop(number, None)
-                    self._leave(number, self.repeated.pop(number, set()))
                 case UseEvent.GRADIENT:
                     self._add_gradient(number)
                 case UseEvent.REDUCE_REST:
                     self._end_backward()
+                case _ if event in ENTERS:
+                    self._enter(number, is_backward=event == UseEvent.ENTER_BACKWARD)
+                case _:
+                    self._leave(number, is_backward=event == UseEvent.LEAVE_BACKWARD)
         self.place = len(self.uses.events)
         self._update()
         return Messages(tuple(self.messages), tuple(self.actions), self.most_bytes)
@@ -223,8 +212,15 @@ class _Coordinator:
                 self._await(parameter)
             self._release(parameter)
 
-    def _enter(self, module: int) -> None:
+    def _enter(self, module: int, *, is_backward: bool) -> None:
         used = self.used[module]
+        if is_backward:
+            self.in_backward[module] = None
+        elif self.in_backward:  # a repeated forward
+            owner = next(reversed(self.in_backward))
+            for each in {*used} - self.trained:
+                self.repeated[owner].add(each)
+                self.active[each].add(owner)
         self._gather([each for each in used if self._is_missing(each)])
         for parameter in used:
             self.active[parameter].add(module)
@@ -269,34 +265,37 @@ class _Coordinator:
             number = self._issue(EventKind.ALL_GATHER, members)
             self.in_flight |= dict.fromkeys(members, number)
             self.num_live += sum(self.parameters[each].numel for each in members)
+        self.most_bytes = max(self.most_bytes, self._held_bytes())
+
+    def _held_bytes(self) -> int:
         held = (self.parameters[each] for each in (*self.gathered, *self.in_flight))
-        held_bytes = sum(each.padded * each.gather_itemsize for each in held)
-        self.most_bytes = max(self.most_bytes, held_bytes)
+        return sum(each.padded * each.gather_itemsize for each in held)
 
     def _issue(self, kind: EventKind, members: Sequence[int]) -> int:
-        own = [self.parameters[each] for each in members]
-        if kind == EventKind.ALL_GATHER:
-            num_bytes = sum(each.padded * each.gather_itemsize for each in own)
-        elif kind == EventKind.REDUCE_SCATTER:
-            num_bytes = sum(each.padded * each.reduce_itemsize for each in own)
-        else:
-            num_bytes = sum(each.numel * each.reduce_itemsize for each in own)
+        num_bytes = 0
+        for each in (self.parameters[member] for member in members):
+            is_gather = kind == EventKind.ALL_GATHER
+            numel = each.numel if kind == EventKind.ALL_REDUCE else each.padded
+            num_bytes += numel * (each.gather_itemsize if is_gather else each.reduce_itemsize)
         self.messages.append(Message(kind, tuple(members), num_bytes))
         number = len(self.messages) - 1
-        self.actions.append(Action(self.place, number, is_wait=False))
+        self.actions.append(HookAction(self.place, number, is_wait=False))
         return number
 
     def _await(self, parameter: int) -> None:
         """Wait for the message of a parameter, which completes all its parameters."""
         number = self.in_flight[parameter]
-        self.actions.append(Action(self.place, number, is_wait=True))
+        self.actions.append(HookAction(self.place, number, is_wait=True))
         arrived = [each for each, own in self.in_flight.items() if own == number]
         for each in arrived:
             del self.in_flight[each]
         self.gathered.update(arrived)
 
-    def _leave(self, module: int, repeated: Set[int] = frozenset()) -> None:
-        used = self.used[module]
+    def _leave(self, module: int, *, is_backward: bool) -> None:
+        used, repeated = self.used[module], set[int]()
+        if is_backward:
+            self.in_backward.pop(module, None)
+            repeated = self.repeated.pop(module, repeated)
         out: Set[int] = {*used}
         if self.is_complete:
             key = (module, self.step)
@@ -345,7 +344,7 @@ class _Coordinator:
         is_scattered = self.scatters or size > self.reduce_bucket_size
         kind = EventKind.REDUCE_SCATTER if is_scattered else EventKind.ALL_REDUCE
         number = self._issue(kind, bucket)
-        self.actions.append(Action(self.place, number, is_wait=True))
+        self.actions.append(HookAction(self.place, number, is_wait=True))
         bucket.clear()
 
     def _update(self) -> None:
@@ -358,9 +357,4 @@ class _Coordinator:
             number = self._issue(EventKind.ALL_GATHER, [parameter])
             self.gathered.add(parameter)
             if parameter == kept[-1]:
-                self.actions.append(Action(self.place, number, is_wait=True))
-
-
-def count_messages(messages: Sequence[Message]) -> Counter[tuple[EventKind, int]]:
-    """The messages by kind and bytes."""
-    return Counter((each.kind, each.num_bytes) for each in messages)
+                self.actions.append(HookAction(self.place, number, is_wait=True))

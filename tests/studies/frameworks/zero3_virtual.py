@@ -1,21 +1,26 @@
 """Train DeepSpeed's real ZeRO-3 engine in virtual time, and predict it with other settings.
 
-    python -m tests.studies.frameworks.zero3_virtual
+    python -m tests.studies.frameworks.zero3_virtual [FILE]
 
 The process group is torch's fake one of several ranks. A module takes a given time on the host, and
 a message a given time on the link. Nothing else takes time, so a prediction can be exact. It prints
-a Markdown table of predicted and true step times and bytes.
+a Markdown table of predicted and true step times and bytes, and writes some of the runs and the
+true steps to FILE, for `tests/simulation/test_zero3_messages.py`.
 """
 
 from __future__ import annotations
 
 import functools
+import gzip
+import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -27,17 +32,22 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import MemoryProbe
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.units import ProcessGroups
-from fsdp_inspect.simulation.buckets import BucketChanges, change_buckets, measure_buckets
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.simulation.buckets import (
+    BucketChanges,
+    BucketStep,
+    FetchWork,
+    change_buckets,
+    measure_buckets,
+)
 from fsdp_inspect.simulation.network import KINDS as MESSAGES, CostLine, Network
 from fsdp_inspect.trace.links import bus_factor
+from fsdp_inspect.trace.tables import EventTable
 from tests.builders import InMemoryRun, RunBuilder
 
 WORLD_SIZE, NUM_STEPS, WARMUP = 4, 7, 3
@@ -217,8 +227,8 @@ class Setup:
     """Each block is a leaf module, which gathers all its parameters at once."""
 
 
-def record(setup: Setup) -> InMemoryRun:
-    """Train with the recorder."""
+def _make(setup: Setup) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and DeepSpeed's configuration."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -246,7 +256,17 @@ def record(setup: Setup) -> InMemoryRun:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not setup.frozen or "bias" in name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    return model, config
+
+
+def record(setup: Setup) -> InMemoryRun:
+    """Train with the recorder."""
+    import deepspeed
+
+    model, config = _make(setup)
+    optimizer = torch.optim.SGD(
+        [each for each in model.parameters() if each.requires_grad], lr=1e-6
+    )
     with virtual_messages(HOST):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         sharder = find_sharder(engine)
@@ -285,21 +305,21 @@ def record(setup: Setup) -> InMemoryRun:
     return InMemoryRun(built.manifest, built.ranks, {0: events})
 
 
-PAIRS: Sequence[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    ({}, {"prefetch_bucket_size": 0}),
-    ({}, {"prefetch_bucket_size": 2_000}),
-    ({}, {"prefetch_bucket_size": 50_000}),
-    ({}, {"max_live_parameters": 3_000}),
-    ({}, {"max_live_parameters": 12_000}),
-    ({}, {"max_reuse_distance": 4_000}),
-    ({}, {"max_reuse_distance": 10**9}),
-    ({}, {"param_persistence_threshold": 100}),
-    ({}, {"param_persistence_threshold": 2_500}),
-    ({}, {"reduce_bucket_size": 3_000}),
-    ({}, {"reduce_bucket_size": 10**6}),
-    ({}, {"prefetch_bucket_size": 3_000, "param_persistence_threshold": 64,
-          "max_reuse_distance": 10**9, "reduce_bucket_size": 5_000}),
+CHANGES: Sequence[dict[str, Any]] = [
+    {},
+    {"prefetch_bucket_size": 0},
+    {"prefetch_bucket_size": 2_000},
+    {"prefetch_bucket_size": 50_000},
+    {"max_live_parameters": 3_000},
+    {"max_live_parameters": 12_000},
+    {"max_reuse_distance": 4_000},
+    {"max_reuse_distance": 10**9},
+    {"param_persistence_threshold": 100},
+    {"param_persistence_threshold": 2_500},
+    {"reduce_bucket_size": 3_000},
+    {"reduce_bucket_size": 10**6},
+    {"prefetch_bucket_size": 3_000, "param_persistence_threshold": 64,
+     "max_reuse_distance": 10**9, "reduce_bucket_size": 5_000},
 ]  # fmt: skip
 KINDS: Sequence[dict[str, Any]] = [
     {},
@@ -309,47 +329,97 @@ KINDS: Sequence[dict[str, Any]] = [
     {"param_persistence_threshold": 100, "max_reuse_distance": 5_000, "microbatches": 2},
     {"tied": True},
     {"frozen": True},
-    {"frozen": True, "repeats": True},
+    {"frozen": True, "repeats": True, "param_persistence_threshold": 100},
     {"bf16": True},
     {"leaf": True, "prefetch_bucket_size": 20_000},
 ]
+WRITTEN = (KINDS[0], KINDS[3], KINDS[4], KINDS[5], KINDS[7])
+"""The runs that `write` writes."""
+
+
+def begin() -> None:
+    """Make this process rank 0 of the fake group."""
+    os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE=str(WORLD_SIZE))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+
+
+@functools.cache
+def recorded(setup: Setup) -> InMemoryRun:
+    """The recorded run of a set-up."""
+    return record(setup)
+
+
+def truth_of(setup: Setup) -> FetchWork:
+    """The measured step of a set-up, with the known link."""
+    return replace(measure_buckets(recorded(setup)), network=NETWORK)
 
 
 def compare() -> Iterator[str]:
     """Predict each pair: rows of a table."""
-    known: dict[Setup, InMemoryRun] = {}
-
-    def recorded(setup: Setup) -> InMemoryRun:
-        if setup not in known:
-            known[setup] = record(setup)
-        return known[setup]
-
+    yield "| run | change | recorded | predicted | true | error | bytes | equal messages |"
+    yield "|---|---|--:|--:|--:|--:|--:|---|"
     for kind in KINDS:
-        for before, after in PAIRS:
-            base, other = Setup(**{**kind, **before}), Setup(**{**kind, **before, **after})
-            name = f"{kind or 'base'} | {after or 'unchanged'}"
-            try:
-                work = replace(measure_buckets(recorded(base)), network=NETWORK)
-                truth = replace(measure_buckets(recorded(other)), network=NETWORK)
-                changes = {key: float(value) for key, value in after.items()}
-                found = change_buckets(work, BucketChanges(**changes))
-            except MissingDataError as error:
-                yield f"| {name} | refused: {str(error)[:160]} |"
-                continue
-            error = found.predicted.step_time_ns / truth.step_time_ns - 1
-            sizes = [sum(each.message_bytes for each in one.buckets)
-                     for one in (found.predicted, truth.simulate(truth.recorded))]  # fmt: skip
+        for after in CHANGES:
+            work, truth = truth_of(Setup(**kind)), truth_of(Setup(**{**kind, **after}))
+            found = change_buckets(work, BucketChanges(**after)).predicted
+            real = truth.simulate(truth.recorded)
+            error = found.step_time_ns / truth.step_time_ns - 1
+            size = sum(each.message_bytes for each in found.buckets)
+            is_equal = _sizes(found) == _sizes(real)
             yield (
-                f"| {name} | {work.step_time_ns / MS:.2f} | {found.replay_error:+.2%} | "
-                f"{found.predicted.step_time_ns / MS:.2f} | {truth.step_time_ns / MS:.2f} | "
-                f"{error:+.2%} | {sizes[0]} | {sizes[1]} | "
-                f"{len(found.predicted.buckets)} |"
+                f"| {_name(kind)} | {_name(after)} | {work.step_time_ns / MS:.2f} ms | "
+                f"{found.step_time_ns / MS:.2f} ms | {truth.step_time_ns / MS:.2f} ms | "
+                f"{error:+.2%} | {size:,} | {'yes' if is_equal else 'no'} |"
             )
+
+
+def _sizes(step: BucketStep) -> list[tuple[str, int]]:
+    return [(each.name, each.message_bytes) for each in step.buckets]
+
+
+def _name(values: Mapping[str, Any]) -> str:
+    texts = (f"{name} {value:,}" if value is not True else name for name, value in values.items())
+    return ", ".join(texts) or "unchanged"
+
+
+def write(path: Path) -> None:
+    """Write two steps of some runs, and the true steps with each change."""
+    found = []
+    for kind in WRITTEN:
+        run = recorded(Setup(**kind))
+        events = run.events(0, steps=[NUM_STEPS - 2, NUM_STEPS - 1])
+        setups = [Setup(**{**kind, **after}) for after in CHANGES]
+        found.append(
+            {
+                "name": _name(kind),
+                "manifest": run.manifest.model_dump(mode="json"),
+                "events": {name: each.tolist() for name, each in events.columns().items()},
+                "truths": [
+                    {
+                        "changes": after,
+                        "step_time_ns": truth_of(setup).step_time_ns,
+                        "messages": [each[1:] for each in _seen(recorded(setup))],
+                    }
+                    for after, setup in zip(CHANGES, setups, strict=True)
+                ],
+            }
+        )
+    text = json.dumps(found, separators=(",", ":"))
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def _seen(run: InMemoryRun) -> list[tuple[int, int, int]]:
+    """The recorded messages of units in the last step, in order: issue, kind, bytes."""
+    events = run.events(0, steps=[NUM_STEPS - 1], kinds=[int(kind) for kind in MESSAGES])
+    events = events.where(events.unit >= 0)
+    rows = zip(events.issue_ns.tolist(), events.kind.tolist(), events.bytes.tolist(), strict=True)
+    return sorted(rows, key=itemgetter(0))
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    begin()
     for line in compare():
-        print(line)
-        sys.stdout.flush()
+        print(line, flush=True)
+    if len(sys.argv) > 1:
+        write(Path(sys.argv[1]))
