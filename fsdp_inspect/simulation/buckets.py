@@ -1,4 +1,4 @@
-"""Predict a step of DDP, ZeRO-1 or ZeRO-2 with other buckets, from one recorded run.
+"""Predict a step of DDP or ZeRO with other buckets or messages, from one recorded run.
 
 [Note: The model of buckets]
 DDP sums the gradients of a bucket as soon as its last gradient is ready. The all-reduces run one
@@ -37,6 +37,12 @@ reduces the buckets in reverse.
 On CPU, an all-reduce takes cores from the backward beside it, and is slower than one after it. How
 much is unknown, so the interval includes all-reduces as fast as the fastest tenth of the recorded
 ones.
+
+[Note: The messages of ZeRO-3]
+`simulation.zero3` gives the messages of a step with any settings, and the hooks that issue them and
+wait for them. The time of the host between two hooks stays as recorded. One link sends the messages
+in the order of their issue. A recorded message keeps its measured duration; another one has that of
+the cost line. The recorded messages must equal those of the rules, else the run is refused.
 """
 
 from __future__ import annotations
@@ -75,6 +81,7 @@ from fsdp_inspect.simulation.network import (
 from fsdp_inspect.simulation.recorded import with_own_turns
 from fsdp_inspect.simulation.zero3 import (
     GatherSettings,
+    Message,
     Messages,
     ShardedParameter,
     entered_modules,
@@ -87,6 +94,7 @@ from fsdp_inspect.trace.codes import (
     LEAVES,
     NO_UNIT,
     WAIT_OF,
+    EventFlag,
     EventKind,
     Phase,
     UseEvent,
@@ -504,10 +512,7 @@ class BucketWork(MessageWork[Sequence[Sequence[int]]]):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchWork(MessageWork[Messages]):
-    """What the recorded steps of ZeRO-3 show; see [Note: The order of ZeRO-3].
-
-    The steps consist of work on the host, which stays as recorded, and of waits for messages.
-    """
+    """What the recorded steps show of ZeRO-3; see [Note: The messages of ZeRO-3]."""
 
     uses: UseOrder
     parameters: tuple[ShardedParameter, ...]
@@ -518,6 +523,8 @@ class FetchWork(MessageWork[Messages]):
     """From the begin of the step to each event of `uses`, and to the update, without waits."""
     scatters: bool
     """Whether gradients are reduce-scattered."""
+    durations_ns: Mapping[tuple[int, Message], float]
+    """The mean duration of each recorded message, by the event that issues it."""
 
     def plan_of(self, settings: BucketSettings) -> Messages:
         """The messages that DeepSpeed makes with given settings."""
@@ -543,7 +550,7 @@ class FetchWork(MessageWork[Messages]):
         self, plan: Messages, settings: BucketSettings | None = None, network: Network | None = None
     ) -> BucketStep:
         """Simulate a step with given messages; its settings have no other effect."""
-        lines = (network or self.network).lines
+        network = network or self.network
         waited = free = 0.0
         ends: dict[int, float] = {}
         found = []
@@ -552,22 +559,26 @@ class FetchWork(MessageWork[Messages]):
             if is_wait:
                 waited += max(ends[number] - now, 0.0)
                 continue
-            kind, members, num_bytes = plan.messages[number]
+            message = plan.messages[number]
             start = max(now, free)
-            duration = lines[kind].duration_ns(num_bytes, bus_factor(kind, self.num_ranks))
+            duration = self._duration_ns(place, message, network)
             ends[number] = free = start + duration
-            found.append(
-                SimulatedBucket(
-                    f"{kind.label.replace('_', '-')} of {self.names[members[0]]}",
-                    len(members), num_bytes, round(now), round(start), duration,
-                )
-            )  # fmt: skip
+            name = f"{message.kind.label.replace('_', '-')} of {self.names[message.parameters[0]]}"
+            sizes = (len(message.parameters), message.num_bytes)
+            found.append(SimulatedBucket(name, *sizes, round(now), round(start), round(duration)))
         return BucketStep(
             step_time_ns=round(self.step_time_ns - self.exposed_ns + waited),
             exposed_ns=round(waited),
             communication_ns=sum(each.duration_ns for each in found),
             buckets=tuple(found),
         )
+
+    def _duration_ns(self, place: int, message: Message, network: Network) -> float:
+        """The measured duration of a recorded message, or that on the line of the network."""
+        if network.lines == self.network.lines and (place, message) in self.durations_ns:
+            return self.durations_ns[place, message]
+        factor = bus_factor(message.kind, self.num_ranks)
+        return network.lines[message.kind].duration_ns(message.num_bytes, factor)
 
     def held_bytes(self, plan: Messages, settings: BucketSettings) -> int:
         """One buffer of gradients, and the most bytes of gathered parameters."""
@@ -670,27 +681,16 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork[A
 
 def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
     """Measure the steps of a run of ZeRO-3; raises as `measure_buckets`."""
-    manifest = run.manifest
-    uses, observed = manifest.uses, manifest.observed
-    if manifest.device_type != "cpu":
-        why = "on a GPU, the ends of its hidden gathers are unknown, and the host runs ahead"
-        raise MissingDataError(_refuse(run, why))
-    if uses is None:
-        why = "it lacks the order of uses, which this version records if steps are equal"
-        raise MissingDataError(_refuse(run, why))
+    manifest, observed = run.manifest, run.manifest.observed
     settings = _settings_of(manifest)
     group = next((unit.shard_group for unit in manifest.units), NO_UNIT)
     ranks = next((each.ranks for each in manifest.process_groups if each.index == group), ())
     num_ranks = len(ranks) or manifest.world_size
     parameters = tuple(_parameters_of(manifest.units, num_ranks))
-    sizes = (settings.size, *asdict(settings)["gathers"].values())
-    if any(map(math.isnan, sizes)) or not _is_whole(uses, len(parameters)):
-        raise MissingDataError(_refuse(run, "its settings or its order of uses are incomplete"))
-    if any(each != entered_modules(uses)[0] for each in entered_modules(uses)):
-        raise MissingDataError(_refuse(run, "its microbatches run other modules"))
-    member = inspected_rank(run, rank)
-    if member is None:
-        raise MissingDataError(_refuse(run, "it has no timed step"))
+    member, why = inspected_rank(run, rank), _why_no_order(manifest, settings, len(parameters))
+    uses = manifest.uses
+    if why or uses is None or member is None:
+        raise MissingDataError(_refuse(run, why or "it has no timed step"))
     steps = tuple(member.typical_steps.tolist())
     events = with_own_turns(run.events(member.rank, steps=steps))
     own = [events.where(events.step == step) for step in steps]
@@ -703,7 +703,7 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
         fit_network(events, manifest.process_groups, known_lines(run)),
         late_ratio=measure_own_lateness(run, member.rank, events),
     )
-    waits = _own(events, WAIT_OF.values())
+    waits = [_waits_in(each) for each in own]
     times = member.step_time_ns[np.isin(member.steps, steps)]
     work = FetchWork(
         run_id=manifest.run_id,
@@ -711,7 +711,7 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
         num_steps=len(steps),
         num_ranks=num_ranks,
         step_time_ns=member.typical(member.step_time_ns),
-        exposed_ns=float((waits.end_ns - waits.start_ns).sum()) / len(steps),
+        exposed_ns=sum(float((ends - starts).sum()) for starts, ends in waits) / len(steps),
         settings=settings,
         on_host=True,
         buffered_bytes=max(each.reduce_itemsize for each in parameters)
@@ -730,14 +730,34 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
         names=tuple(unit.fqn for unit in manifest.units for _ in unit.parameters),
         positions_ns=_fill(np.mean(np.array(found), axis=0), uses),
         scatters=observed.get("reduce_scatter") == "True",
+        durations_ns={},
     )
     recorded = work.plan_of(settings)
     expected = [(each.kind, each.num_bytes) for each in recorded.messages]
-    for each in own:
-        seen = _own(each, KINDS)
+    messages = [_own(each, KINDS) for each in own]
+    for seen in messages:
         if [*zip(seen.kind.tolist(), seen.bytes.tolist(), strict=True)] != expected:
             raise MissingDataError(_refuse(run, "its messages are not those of DeepSpeed's rules"))
-    return replace(work, recorded=recorded)
+    means = np.mean([seen.end_ns - seen.start_ns for seen in messages], axis=0).tolist()
+    issued = [each for each in recorded.actions if not each.is_wait]
+    durations = {
+        (each.place, recorded.messages[each.message]): means[each.message] for each in issued
+    }
+    return replace(work, recorded=recorded, durations_ns=durations)
+
+
+def _why_no_order(manifest: RunManifest, settings: BucketSettings, num_parameters: int) -> str:
+    """Why the manifest does not show what each step does; empty: it does."""
+    uses = manifest.uses
+    if manifest.device_type != "cpu":
+        return "on a GPU, the ends of its hidden gathers are unknown, and the host runs ahead"
+    if uses is None:
+        return "it lacks the order of uses, which this version records if steps are equal"
+    sizes = (settings.size, *asdict(settings)["gathers"].values())
+    if any(map(math.isnan, sizes)) or not _is_whole(uses, num_parameters):
+        return "its settings or its order of uses are incomplete"
+    passes = entered_modules(uses)
+    return "" if all(each == passes[0] for each in passes) else "its microbatches run other modules"
 
 
 def _parameters_of(units: Iterable[Unit], num_ranks: int) -> Iterable[ShardedParameter]:
@@ -817,17 +837,28 @@ def _positions_in(
     if any(left.values()) or not len(step):
         return None
     found = np.array([*times, step.end_ns[0]], np.float64)
-    positions: NDArray[np.float64] = found - step.start_ns[0]
-    return positions - _waited_before(found, _own(events, WAIT_OF.values()))
+    starts, ends = _waits_in(events)
+    done = np.concatenate(([0], np.cumsum(ends - starts)))
+    begun = np.searchsorted(starts, found, side="right")
+    left_ns = np.maximum(np.concatenate(([0], ends))[begun] - found, 0)
+    positions: NDArray[np.float64] = found - step.start_ns[0] - done[begun]
+    return positions + np.where(begun > 0, left_ns, 0)
 
 
-def _waited_before(times: NDArray[np.float64], waits: EventTable) -> NDArray[np.float64]:
-    """How long a rank has waited until each time; waits are disjoint and in order."""
-    done = np.concatenate(([0], np.cumsum(waits.end_ns - waits.start_ns)))
-    begun = np.searchsorted(waits.start_ns, times, side="right")
-    left_ns = np.concatenate(([0], waits.end_ns))[begun] - times
-    waited: NDArray[np.float64] = done[begun] - np.where(begun > 0, np.maximum(left_ns, 0), 0)
-    return waited
+def _waits_in(events: EventTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Start and end of the disjoint waits for messages of units, in order.
+
+    A gather that its own hook waits for delays the host from its issue on.
+    """
+    waits, gathers = _own(events, WAIT_OF.values()), _own(events, [EventKind.ALL_GATHER])
+    is_ahead = (gathers.flags & EventFlag.PREFETCHED) != 0
+    own = gathers.where(~is_ahead | (gathers.phase == Phase.OPTIMIZER))
+    issues = dict(zip(own.collective.tolist(), own.issue_ns.tolist(), strict=True))
+    pairs = zip(waits.collective.tolist(), waits.start_ns.tolist(), strict=True)
+    starts = np.array([issues.get(number, start) for number, start in pairs], np.int64)
+    order = np.argsort(starts, kind="stable")
+    ends = np.maximum.accumulate(waits.end_ns[order])
+    return np.maximum(starts[order], np.concatenate(([0], ends[:-1]))), ends
 
 
 def _fill(known_ns: NDArray[np.float64], uses: UseOrder) -> tuple[float, ...]:

@@ -4,8 +4,8 @@
 
 The process group is torch's fake one of several ranks. A module takes a given time on the host, and
 a message a given time on the link. Nothing else takes time, so a prediction can be exact. It prints
-a Markdown table of predicted and true step times and bytes, and writes some of the runs and the
-true steps to FILE, for `tests/simulation/test_zero3_messages.py`.
+a Markdown table of predicted and true step times and bytes. With FILE, it writes some of the runs
+and the true steps, for `tests/simulation/test_zero3_messages.py`.
 """
 
 from __future__ import annotations
@@ -419,7 +419,8 @@ def _seen(run: InMemoryRun) -> list[tuple[int, int, int]]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     begin()
-    for line in compare():
-        print(line, flush=True)
     if len(sys.argv) > 1:
         write(Path(sys.argv[1]))
+    else:
+        for line in compare():
+            print(line, flush=True)
