@@ -41,8 +41,8 @@ ones.
 [Note: The messages of ZeRO-3]
 `simulation.zero3` gives the messages of a step with any settings, and the hooks that issue them and
 wait for them. The time of the host between two hooks stays as recorded. One link sends the messages
-in the order of their issue. A recorded message keeps its measured duration; another one has that of
-the cost line. The recorded messages must equal those of the rules, else the run is refused.
+in the order of their issue. The recorded messages must equal those of the rules, else the run is
+refused.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.analysis.memory.fit import measure_allocatable
-from fsdp_inspect.analysis.step_selection import inspected_rank
+from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank
 from fsdp_inspect.analysis.trust import Trust, measure_trust
 from fsdp_inspect.columns import TableSpec, metric_column, unit_column, value_column
 from fsdp_inspect.errors import MissingDataError, PlanError
@@ -81,7 +81,6 @@ from fsdp_inspect.simulation.network import (
 from fsdp_inspect.simulation.recorded import with_own_turns
 from fsdp_inspect.simulation.zero3 import (
     GatherSettings,
-    Message,
     Messages,
     ShardedParameter,
     entered_modules,
@@ -299,11 +298,8 @@ class _Backwards(NamedTuple):
         return bool(np.isnan(self.ready_ns).any())
 
 
-PlanT = TypeVar("PlanT")
-
-
 @dataclass(frozen=True, kw_only=True)
-class MessageWork(ABC, Generic[PlanT]):
+class MessageWork(ABC):
     """What the recorded steps of one rank show, for any sharder."""
 
     run_id: str
@@ -323,16 +319,16 @@ class MessageWork(ABC, Generic[PlanT]):
     fastest: float
     """The duration of the fastest tenth of the recorded collectives, / that of their cost line."""
     trust: Trust
-    recorded: PlanT
+    recorded: Any
     """The recorded plan: buckets, or messages of ZeRO-3."""
 
     @abstractmethod
-    def plan_of(self, settings: BucketSettings) -> PlanT:
+    def plan_of(self, settings: BucketSettings) -> Any:
         """The plan that torch or DeepSpeed makes with given settings."""
 
     @abstractmethod
     def simulate(
-        self, plan: PlanT, settings: BucketSettings | None = None, network: Network | None = None
+        self, plan: Any, settings: BucketSettings | None = None, network: Network | None = None
     ) -> BucketStep:
         """Simulate a step with a plan; default with the recorded settings and network."""
 
@@ -340,7 +336,7 @@ class MessageWork(ABC, Generic[PlanT]):
     def assumptions(self, settings: BucketSettings, network: Network) -> Iterable[str]:
         """What a prediction assumes, one sentence each."""
 
-    def held_bytes(self, plan: PlanT, settings: BucketSettings) -> int:
+    def held_bytes(self, plan: Any, settings: BucketSettings) -> int:
         """The bytes of DeepSpeed's buffers for gradients: one, or two with `overlap_comm`."""
         if math.isnan(settings.size) or math.isnan(self.settings.size):
             return 0
@@ -369,7 +365,7 @@ class MessageWork(ABC, Generic[PlanT]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketWork(MessageWork[Sequence[Sequence[int]]]):
+class BucketWork(MessageWork):
     """What the recorded steps show of buckets; see [Note: The model of buckets]."""
 
     backwards_per_step: float
@@ -438,7 +434,7 @@ class BucketWork(MessageWork[Sequence[Sequence[int]]]):
             return self.backwards_per_step
         return 1.0 if settings.sharder == ZERO1 else self.all_per_step
 
-    def plan_of(self, settings: BucketSettings) -> Sequence[Sequence[int]]:
+    def plan_of(self, settings: BucketSettings) -> Any:
         """The recorded buckets if no setting changes them, or those of the settings."""
         recorded = self.settings
         if (settings.size, settings.in_backward) == (recorded.size, recorded.in_backward):
@@ -511,7 +507,7 @@ class BucketWork(MessageWork[Sequence[Sequence[int]]]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FetchWork(MessageWork[Messages]):
+class FetchWork(MessageWork):
     """What the recorded steps show of ZeRO-3; see [Note: The messages of ZeRO-3]."""
 
     uses: UseOrder
@@ -523,8 +519,6 @@ class FetchWork(MessageWork[Messages]):
     """From the begin of the step to each event of `uses`, and to the update, without waits."""
     scatters: bool
     """Whether gradients are reduce-scattered."""
-    durations_ns: Mapping[tuple[int, Message], float]
-    """The mean duration of each recorded message, by the event that issues it."""
 
     def plan_of(self, settings: BucketSettings) -> Messages:
         """The messages that DeepSpeed makes with given settings."""
@@ -550,7 +544,7 @@ class FetchWork(MessageWork[Messages]):
         self, plan: Messages, settings: BucketSettings | None = None, network: Network | None = None
     ) -> BucketStep:
         """Simulate a step with given messages; its settings have no other effect."""
-        network = network or self.network
+        lines = (network or self.network).lines
         waited = free = 0.0
         ends: dict[int, float] = {}
         found = []
@@ -561,24 +555,18 @@ class FetchWork(MessageWork[Messages]):
                 continue
             message = plan.messages[number]
             start = max(now, free)
-            duration = self._duration_ns(place, message, network)
+            factor = bus_factor(message.kind, self.num_ranks)
+            duration = lines[message.kind].duration_ns(message.num_bytes, factor)
             ends[number] = free = start + duration
             name = f"{message.kind.label.replace('_', '-')} of {self.names[message.parameters[0]]}"
             sizes = (len(message.parameters), message.num_bytes)
-            found.append(SimulatedBucket(name, *sizes, round(now), round(start), round(duration)))
+            found.append(SimulatedBucket(name, *sizes, round(now), round(start), duration))
         return BucketStep(
             step_time_ns=round(self.step_time_ns - self.exposed_ns + waited),
             exposed_ns=round(waited),
             communication_ns=sum(each.duration_ns for each in found),
             buckets=tuple(found),
         )
-
-    def _duration_ns(self, place: int, message: Message, network: Network) -> float:
-        """The measured duration of a recorded message, or that on the line of the network."""
-        if network.lines == self.network.lines and (place, message) in self.durations_ns:
-            return self.durations_ns[place, message]
-        factor = bus_factor(message.kind, self.num_ranks)
-        return network.lines[message.kind].duration_ns(message.num_bytes, factor)
 
     def held_bytes(self, plan: Messages, settings: BucketSettings) -> int:
         """One buffer of gradients, and the most bytes of gathered parameters."""
@@ -592,7 +580,7 @@ class FetchWork(MessageWork[Messages]):
         yield from unknown_latencies(network)
 
 
-def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork[Any]:
+def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork:
     """Measure the messages of a run of DDP, or of ZeRO-1 to ZeRO-3.
 
     Args:
@@ -626,21 +614,15 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork[A
                 "a parameter is larger than a bucket, and DeepSpeed reduces it in several messages"
             )
         raise MissingDataError(_refuse(run, why))
-    network = replace(
-        fit_network(events, manifest.process_groups, known_lines(run)),
-        late_ratio=measure_own_lateness(run, member.rank, events),
-    )
+    network = _network_of(run, member.rank, events)
     if EventKind.ALL_REDUCE not in network.lines:
         raise MissingDataError(_refuse(run, "no all-reduce of a bucket was timed"))
     waits = _of_buckets(events, EventKind.ALL_REDUCE_WAIT)
-    group = units[0].replicate_group
-    ranks = next((each.ranks for each in manifest.process_groups if each.index == group), ())
-    num_ranks = len(ranks) or manifest.world_size
+    num_ranks = _ranks_in(manifest, units[0].replicate_group)
     observed = manifest.observed
     searches = observed.get("find_unused_parameters") == "True"
     in_model_order = searches and observed.get("static_graph") != "True"
     gradients, recorded = _spread_gradients(units, backwards, settings, in_model_order)
-    times = member.step_time_ns[np.isin(member.steps, steps)]
     work = BucketWork(
         run_id=manifest.run_id,
         rank=member.rank,
@@ -664,11 +646,7 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork[A
         fastest=_fastest(_of_buckets(events, EventKind.ALL_REDUCE), network, num_ranks)
         if (on_host or settings.is_zero) and manifest.source != "emulated"
         else 1.0,
-        trust=replace(
-            measure_trust(run),
-            spread_ratio=half_range_ratio(times.tolist()),
-            num_steps=len(steps),
-        ),
+        trust=_trust_of(run, member, steps),
     )
     is_known = settings.is_zero and not math.isnan(settings.size)
     if is_known and [*map(tuple, work.assign(settings))] != [*recorded]:
@@ -683,9 +661,7 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
     """Measure the steps of a run of ZeRO-3; raises as `measure_buckets`."""
     manifest, observed = run.manifest, run.manifest.observed
     settings = _settings_of(manifest)
-    group = next((unit.shard_group for unit in manifest.units), NO_UNIT)
-    ranks = next((each.ranks for each in manifest.process_groups if each.index == group), ())
-    num_ranks = len(ranks) or manifest.world_size
+    num_ranks = _ranks_in(manifest, next((unit.shard_group for unit in manifest.units), -1))
     parameters = tuple(_parameters_of(manifest.units, num_ranks))
     member, why = inspected_rank(run, rank), _why_no_order(manifest, settings, len(parameters))
     uses = manifest.uses
@@ -699,12 +675,8 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
     if any(each is None for each in found):
         why = "the passes of its modules are not those of its order of uses"
         raise MissingDataError(_refuse(run, why))
-    network = replace(
-        fit_network(events, manifest.process_groups, known_lines(run)),
-        late_ratio=measure_own_lateness(run, member.rank, events),
-    )
+    network = _network_of(run, member.rank, events)
     waits = [_waits_in(each) for each in own]
-    times = member.step_time_ns[np.isin(member.steps, steps)]
     work = FetchWork(
         run_id=manifest.run_id,
         rank=member.rank,
@@ -719,31 +691,20 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
         else 0,
         network=network,
         fastest=_fastest(_own(events, KINDS), network, num_ranks),
-        trust=replace(
-            measure_trust(run),
-            spread_ratio=half_range_ratio(times.tolist()),
-            num_steps=len(steps),
-        ),
+        trust=_trust_of(run, member, steps),
         recorded=Messages((), (), 0),
         uses=uses,
         parameters=parameters,
         names=tuple(unit.fqn for unit in manifest.units for _ in unit.parameters),
         positions_ns=_fill(np.mean(np.array(found), axis=0), uses),
         scatters=observed.get("reduce_scatter") == "True",
-        durations_ns={},
     )
     recorded = work.plan_of(settings)
     expected = [(each.kind, each.num_bytes) for each in recorded.messages]
-    messages = [_own(each, KINDS) for each in own]
-    for seen in messages:
+    for seen in (_own(each, KINDS) for each in own):
         if [*zip(seen.kind.tolist(), seen.bytes.tolist(), strict=True)] != expected:
             raise MissingDataError(_refuse(run, "its messages are not those of DeepSpeed's rules"))
-    means = np.mean([seen.end_ns - seen.start_ns for seen in messages], axis=0).tolist()
-    issued = [each for each in recorded.actions if not each.is_wait]
-    durations = {
-        (each.place, recorded.messages[each.message]): means[each.message] for each in issued
-    }
-    return replace(work, recorded=recorded, durations_ns=durations)
+    return replace(work, recorded=recorded)
 
 
 def _why_no_order(manifest: RunManifest, settings: BucketSettings, num_parameters: int) -> str:
@@ -871,6 +832,23 @@ def _fill(known_ns: NDArray[np.float64], uses: UseOrder) -> tuple[float, ...]:
             time = min(before + uses.events[at][2], float(following[at]))
         found.append(max(time, before))
     return tuple(found)
+
+
+def _ranks_in(manifest: RunManifest, group: int) -> int:
+    """The number of ranks in a process group."""
+    ranks = next((each.ranks for each in manifest.process_groups if each.index == group), ())
+    return len(ranks) or manifest.world_size
+
+
+def _network_of(run: RunSource, rank: int, events: EventTable) -> Network:
+    fitted = fit_network(events, run.manifest.process_groups, known_lines(run))
+    return replace(fitted, late_ratio=measure_own_lateness(run, rank, events))
+
+
+def _trust_of(run: RunSource, member: RankSteps, steps: Sequence[int]) -> Trust:
+    times = member.step_time_ns[np.isin(member.steps, steps)].tolist()
+    spread = half_range_ratio(times)
+    return replace(measure_trust(run), spread_ratio=spread, num_steps=len(steps))
 
 
 def _largest(units: Iterable[Unit]) -> int:
@@ -1037,7 +1015,7 @@ def simulate_buckets(
 
 
 def change_buckets(
-    work: MessageWork[Any],
+    work: MessageWork,
     changes: BucketChanges,
     *,
     bus_bytes_per_s: float | None = None,
@@ -1067,7 +1045,7 @@ def change_buckets(
 
 
 def predict_buckets(
-    work: MessageWork[Any],
+    work: MessageWork,
     size: float | None = None,
     *,
     zero_stage: int | None = None,

@@ -21,8 +21,8 @@ time:
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdp_inspect.trace.codes import ENTERS, EventKind, UseEvent
@@ -88,17 +88,9 @@ def order_messages(
     *,
     scatters: bool,
 ) -> Messages | None:
-    """The messages of a step; see [Note: The order of ZeRO-3].
+    """The messages of a step; see [Note: The order of ZeRO-3]. None if steps never become equal.
 
-    Args:
-        uses: The order of uses in a step.
-        parameters: The parameters by number.
-        settings: The settings of gathers.
-        reduce_bucket_size: The most elements of a bucket of gradients.
-        scatters: Whether gradients are reduce-scattered, or all-reduced.
-
-    Returns:
-        None if the steps never become equal.
+    Gradients are reduce-scattered (`scatters`) or all-reduced.
     """
     coordinator = _Coordinator(uses, parameters, settings, reduce_bucket_size, scatters)
     before = None
@@ -121,46 +113,48 @@ def entered_modules(uses: UseOrder) -> list[list[int]]:
     return passes
 
 
-@dataclass
 class _Coordinator:
     """The state that DeepSpeed keeps of the parameters."""
 
-    uses: UseOrder
-    parameters: Sequence[ShardedParameter]
-    settings: GatherSettings
-    reduce_bucket_size: float
-    scatters: bool
-    in_flight: dict[int, int] = field(default_factory=dict)
-    """The message of each parameter that was gathered without a wait so far."""
-    gathered: set[int] = field(default_factory=set)
-    active: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """The modules that use a parameter now."""
-    in_backward: dict[int, None] = field(default_factory=dict)
-    """The modules whose backward has not ended."""
-    repeated: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """The frozen parameters that forwards repeated during the backward of each module."""
-    is_complete: bool = False
-    """Whether the order is known: after the first forward and backward."""
-    has_begun: bool = False
-    queue: deque[tuple[int, int]] = field(default_factory=deque)
-    """The next parameters in the order, each with the place of its use."""
-    fetched_for: dict[int, int] = field(default_factory=dict)
-    """The last place in the order for which a parameter was fetched or skipped."""
-    step: int = 0
-    """The place in the order."""
-    num_live: int = 0
-    released: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)
-    """The parameters to release after a module at a place in the order."""
-    bucket: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    messages: list[Message] = field(default_factory=list)
-    actions: list[HookAction] = field(default_factory=list)
-    place: int = 0
-    most_bytes: int = 0
+    def __init__(
+        self,
+        uses: UseOrder,
+        parameters: Sequence[ShardedParameter],
+        settings: GatherSettings,
+        reduce_bucket_size: float,
+        scatters: bool,
+    ) -> None:
+        self.uses, self.parameters, self.settings = uses, parameters, settings
+        self.reduce_bucket_size, self.scatters = reduce_bucket_size, scatters
+        self.order = entered_modules(uses)[0]
+        self.used = [each.parameters for each in uses.modules]
+        self.trained = {at for event, at, _ in uses.events if event == UseEvent.GRADIENT}
+        self.in_flight: dict[int, int] = {}
+        """The message of each parameter that was gathered without a wait so far."""
+        self.gathered: set[int] = set()
+        self.active: defaultdict[int, set[int]] = defaultdict(set)
+        """The modules that use a parameter now."""
+        self.in_backward: dict[int, None] = {}
+        """The modules whose backward has not ended."""
+        self.repeated: defaultdict[int, set[int]] = defaultdict(set)
+        """The frozen parameters that forwards repeated during the backward of each module."""
+        self.num_begun = 0
+        self.queue: deque[tuple[int, int]] = deque()
+        """The next parameters in the order, each with the place of its use."""
+        self.fetched_for: dict[int, int] = {}
+        """The last place in the order for which a parameter was fetched or skipped."""
+        self.step = self.num_live = self.place = self.most_bytes = 0
+        """The place in the order; the gathered elements; the event; the most gathered bytes."""
+        self.released: dict[tuple[int, int], Set[int]] = {}
+        """The parameters to release after a module at a place in the order."""
+        self.bucket: defaultdict[str, list[int]] = defaultdict(list)
+        self.messages: list[Message] = []
+        self.actions: list[HookAction] = []
 
-    def __post_init__(self) -> None:
-        self.order = entered_modules(self.uses)[0]
-        self.used = [each.parameters for each in self.uses.modules]
-        self.trained = {at for event, at, _ in self.uses.events if event == UseEvent.GRADIENT}
+    @property
+    def is_complete(self) -> bool:
+        """Whether the order is known: after the first forward and backward."""
+        return self.num_begun > 1
 
     def run_step(self) -> Messages:
         """Run a step, with its update."""
@@ -199,7 +193,7 @@ class _Coordinator:
 
     def _begin(self) -> None:
         self._drain()
-        self.is_complete, self.has_begun = self.has_begun, True
+        self.num_begun += 1
         order = enumerate(self.order) if self.is_complete else ()
         self.queue = deque((each, place) for place, one in order for each in self.used[one])
         self.fetched_for.clear()
@@ -264,7 +258,7 @@ class _Coordinator:
             members = [each for each in wanted if self.parameters[each].gather_itemsize == size]
             number = self._issue(EventKind.ALL_GATHER, members)
             self.in_flight |= dict.fromkeys(members, number)
-            self.num_live += sum(self.parameters[each].numel for each in members)
+            self.num_live += self._numel(members)
         self.most_bytes = max(self.most_bytes, self._held_bytes())
 
     def _held_bytes(self) -> int:
@@ -308,20 +302,18 @@ class _Coordinator:
             if parameter in out:
                 self._release(parameter)
 
-    def _to_release(self, used: Sequence[int]) -> frozenset[int]:
-        settings, step = self.settings, self.step
-        found = {
-            each
-            for each in used
-            if self._may_release(each) and self.fetched_for.get(each, -1) <= step
-        }
-        passed = 0
-        for module in self.order[step:]:
-            if passed >= settings.max_reuse_distance:
+    def _to_release(self, used: Sequence[int]) -> Set[int]:
+        is_old = (each for each in used if self.fetched_for.get(each, -1) <= self.step)
+        found, passed = {each for each in is_old if self._may_release(each)}, 0
+        for module in self.order[self.step :]:
+            if passed >= self.settings.max_reuse_distance:
                 break
             found -= set(self.used[module])
-            passed += sum(self.parameters[each].numel for each in self.used[module])
-        return frozenset(found)
+            passed += self._numel(self.used[module])
+        return found
+
+    def _numel(self, members: Iterable[int]) -> int:
+        return sum(self.parameters[each].numel for each in members)
 
     def _release(self, parameter: int) -> None:
         if parameter in self.gathered and not self.active[parameter]:
@@ -331,8 +323,7 @@ class _Coordinator:
     def _add_gradient(self, parameter: int) -> None:
         own = self.parameters[parameter]
         bucket = self.bucket[own.reduce_dtype]
-        size = sum(self.parameters[each].numel for each in bucket)
-        if bucket and size + own.numel > self.reduce_bucket_size:
+        if bucket and self._numel(bucket) + own.numel > self.reduce_bucket_size:
             self._reduce(own.reduce_dtype)
         bucket.append(parameter)
 
@@ -340,8 +331,7 @@ class _Coordinator:
         bucket = self.bucket[dtype]
         if not bucket:
             return
-        size = sum(self.parameters[each].numel for each in bucket)
-        is_scattered = self.scatters or size > self.reduce_bucket_size
+        is_scattered = self.scatters or self._numel(bucket) > self.reduce_bucket_size
         kind = EventKind.REDUCE_SCATTER if is_scattered else EventKind.ALL_REDUCE
         number = self._issue(kind, bucket)
         self.actions.append(HookAction(self.place, number, is_wait=True))

@@ -89,11 +89,13 @@ def test_the_interval_of_the_fitted_network_contains_the_step_of_the_engine(
     at: int, number: int
 ) -> None:
     truth = RUNS[at]["truths"][number]
-    try:
-        found = simulate_buckets(engine_run(at), as_changes(truth))
-    except MissingDataError as error:
-        assert "has no reduce-scatter, so the duration of one is unknown" in str(error)
+    run = engine_run(at)
+    kinds = {kind for kind, _ in truth["messages"]}
+    if kinds > set(run.events(0, kinds=sorted(kinds)).kind.tolist()):
+        with pytest.raises(MissingDataError, match="has no reduce-scatter, so the duration of one"):
+            simulate_buckets(run, as_changes(truth))
         return
+    found = simulate_buckets(run, as_changes(truth))
     assert found.low_ns <= truth["step_time_ns"] <= found.high_ns
 
 

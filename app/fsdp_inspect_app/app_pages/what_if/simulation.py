@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
@@ -51,7 +50,7 @@ def prepare(run: RunSource) -> PreparedRun:
     return PreparedRun(work, replayed, plan)
 
 
-def prepare_buckets(run: RunSource) -> MessageWork[Any]:
+def prepare_buckets(run: RunSource) -> MessageWork:
     """Measure the recorded buckets or messages of a run; raises as `prepare`."""
     work = measure_buckets(run)
     change_buckets(work, BucketChanges())

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
@@ -388,7 +387,7 @@ def _command(
 
 @st.fragment
 @sheet_section("buckets")
-def _show_buckets(entry: RunEntry, work: MessageWork[Any]) -> None:
+def _show_buckets(entry: RunEntry, work: MessageWork) -> None:
     """Show the settings of the messages and the predicted step, as `_show_prepared` does."""
     answer = st.container(key="pinned-answer")
     what = work.settings.what.capitalize()
