@@ -143,8 +143,8 @@ class Zero3(Zero[ModuleHandle]):
         ]
 
 
-_EQUAL_STEPS, _MOST_STEPS = 3, 30
-"""The equal steps whose order is kept, and the steps after which there is none."""
+_EQUAL_STEPS, _MOST_STEPS, _MOST_EVENTS = 3, 30, 20_000
+"""The equal steps whose order is kept. With more steps, or more events in a step, none is kept."""
 
 
 class UseTracer:
@@ -181,6 +181,7 @@ class UseTracer:
     def end_step(self) -> None:
         """Compare the order of a step with that of the last one."""
         events, self._events = self._events, []
+        self.is_over |= len(events) > _MOST_EVENTS
         if self.is_over or not events:
             return
         self._num_steps += 1
