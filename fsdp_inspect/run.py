@@ -441,7 +441,7 @@ class Run:
         rank: int | None = None,
         **changes: Any,
     ) -> BucketSimulation:
-        """Predict the step time of DDP, ZeRO-1 or ZeRO-2 with other buckets or another network.
+        """Predict the step time of DDP or ZeRO with other messages or another network.
 
         Args:
             bucket_cap_mb: DDP: MiB at which a bucket is full; default the recorded buckets.
@@ -449,7 +449,7 @@ class Run:
             latency_ns: Latency of the network in ns; default the run's own.
             rank: The rank whose work is simulated; default the median rank.
             changes: Other settings by name, such as `overlaps=False`, `reduce_bucket_size=10**8` or
-                `zero_stage=1`: the fields of `simulation.buckets.BucketChanges`.
+                `prefetch_bucket_size=10**7`: the fields of `simulation.buckets.BucketChanges`.
 
         Raises:
             MissingDataError: The run has no such buckets, or lacks data. The message says which.

@@ -24,6 +24,7 @@ from fsdp_inspect.metrics import METRICS
 from tests.builders import write_run
 from tests.conftest import Invoke, Torchrun
 from tests.simulation.test_buckets import BLOCKS, assign, run_of
+from tests.simulation.test_zero3_messages import engine_run
 from tests.simulation.test_zero_buckets import LAYERS, zero_run
 
 ROOT = Path(__file__).parents[1]
@@ -216,6 +217,7 @@ def test_commands_of_the_guides_run_as_pasted(
         shutil.copytree(ROOT / "samples" / sample, tmp_path / "runs" / name)
     write_run(run_of(assign(BLOCKS, 12.0)), tmp_path / "runs" / "ddp")
     write_run(zero_run(LAYERS, 1_000_000), tmp_path / "runs" / "zero2")
+    write_run(engine_run(), tmp_path / "runs" / "zero3")
     monkeypatch.chdir(tmp_path)
     lines = [shlex.join(words) for words in command_lines("fsdp-inspect ")]
     own = [line for line in dict.fromkeys(lines) if not ELSEWHERE.search(line)]

@@ -10,7 +10,7 @@ import binascii
 import shlex
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import isnan
 from typing import Any, get_args
 
@@ -26,6 +26,7 @@ from fsdp_inspect.result_types import (
 from fsdp_inspect.simulation.buckets import BucketChanges, BucketSettings
 from fsdp_inspect.simulation.changes import CheckpointingMode
 from fsdp_inspect.simulation.scenario import mesh_of
+from fsdp_inspect.simulation.zero3 import GatherSettings
 from fsdp_inspect.trace.plan import AccumulationSync, BackwardPrefetch, FloatDtype
 
 AS_RECORDED = "as recorded"
@@ -200,6 +201,14 @@ _KNOBS_OF_ZERO = (
     ),
     Knob("zero_stage", "Stage of ZeRO", "Stage 3 is not simulated.", ("1", "2"), False, int),
 )  # fmt: skip
+_KNOBS_OF_GATHERS = tuple(
+    Knob(
+        each.name, each.name.replace("_", " ").capitalize(), f"stage3_{each.name} of DeepSpeed.",
+        ("0", *(f"{step * scale}" for scale in (10**k for k in range(4, 9)) for step in _SERIES)),
+        True, int,
+    )
+    for each in fields(GatherSettings)
+)  # fmt: skip
 _OVERLAP = Knob(
     "overlap", "Overlap", "Whether reductions run while backward computes.",
     ("true", "false"), False, lambda text: text == "true", is_flag=True,
@@ -209,7 +218,9 @@ _NAMES_OF_BUCKETS = {"bucket_cap": "bucket_cap_mb", "overlap": "overlaps"}
 
 
 def knobs_of_buckets(settings: BucketSettings) -> tuple[Knob, ...]:
-    """The knobs of the buckets of a run with DDP, ZeRO-1 or ZeRO-2."""
+    """The knobs of the messages of a run with DDP, or with ZeRO-1 to ZeRO-3."""
+    if settings.gathers is not None:
+        return (_KNOBS_OF_ZERO[0], *_KNOBS_OF_GATHERS)
     return (*(_KNOBS_OF_ZERO if settings.is_zero else (_BUCKET_CAP,)), _OVERLAP)
 
 
@@ -224,6 +235,8 @@ def recorded_buckets(settings: BucketSettings) -> dict[str, str]:
     found = {"overlap": str(settings.overlaps).lower()}
     if not isnan(settings.size):
         found["reduce_bucket_size" if settings.is_zero else "bucket_cap"] = f"{settings.size:.12g}"
+    if settings.gathers is not None:
+        found |= {name: f"{value:.12g}" for name, value in asdict(settings.gathers).items()}
     return found
 
 

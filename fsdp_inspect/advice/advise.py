@@ -165,7 +165,7 @@ def give_advice(
         )
     except MissingDataError as error:
         answer = "No plan of this run can be simulated."
-        if run.manifest.sharder_traits.has_buckets:
+        if run.manifest.sharder_traits.has_messages:
             title = run.manifest.sharder_traits.title
             answer = f"No problem was found: {title} has no sharding plan to simulate."
         answer = findings[0].sentence if findings else answer

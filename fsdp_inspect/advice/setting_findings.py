@@ -517,7 +517,10 @@ def _tiny_gathers(evidence: Evidence) -> Iterator[Finding]:
             added_low_bytes=0,
             added_high_bytes=max(added, held),
         ),
-        assumptions=("Parameters that stay gathered are gathered once more after each update.",),
+        assumptions=(
+            "With the threshold, each parameter that stays gathered is gathered after each update, "
+            "in its own message. With many of them, steps can take longer.",
+        ),
         snippet=(
             f'"zero_optimization": {{"stage3_param_persistence_threshold": {largest}}}'
             if block is None

@@ -89,6 +89,11 @@ def _choose(text: str, choices: Sequence[str], hint: str = "") -> str:
     raise typer.BadParameter(f"invalid value {text!r}. Expected {', '.join(choices)}.{hint}")
 
 
+def _elements(text: str) -> Any:
+    """An option for a number of elements."""
+    return typer.Option(help=text, parser=whole_number(0), metavar="N")
+
+
 def simulate(  # noqa: PLR0913 - one argument an option
     run: RunArgument,
     plan: Annotated[
@@ -200,7 +205,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
     reduce_bucket_size: Annotated[
         int | None,
         typer.Option(
-            help="ZeRO-1 and ZeRO-2: the most elements of a bucket.",
+            help="ZeRO: the most elements of a bucket of gradients.",
             parser=whole_number(1),
             metavar="N",
         ),
@@ -212,6 +217,19 @@ def simulate(  # noqa: PLR0913 - one argument an option
             parser=whole_number(1),
             metavar="N",
         ),
+    ] = None,
+    prefetch_bucket_size: Annotated[
+        int | None, _elements("ZeRO-3: the elements of a prefetch.")
+    ] = None,
+    max_live_parameters: Annotated[
+        int | None, _elements("ZeRO-3: the gathered elements with which nothing is prefetched.")
+    ] = None,
+    max_reuse_distance: Annotated[
+        int | None,
+        _elements("ZeRO-3: the elements within which a reused parameter stays gathered."),
+    ] = None,
+    param_persistence_threshold: Annotated[
+        int | None, _elements("ZeRO-3: the most elements of a parameter that stays gathered.")
     ] = None,
     overlap: Annotated[
         bool | None,
@@ -245,6 +263,8 @@ def simulate(  # noqa: PLR0913 - one argument an option
 
     A run of DDP has buckets instead of a plan: give --bucket-cap or --no-overlap. So has a run of
     ZeRO-1 or ZeRO-2: give --reduce-bucket-size (elements), --zero-stage, --overlap or --no-overlap.
+    ZeRO-3 (on CPU): give --reduce-bucket-size, --prefetch-bucket-size, --max-live-parameters,
+    --max-reuse-distance or --param-persistence-threshold.
 
     Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
     """
@@ -277,18 +297,22 @@ def simulate(  # noqa: PLR0913 - one argument an option
         "accumulation_sync": accumulation_sync,
         "checkpointing": checkpointing,
     }
-    buckets = (bucket_cap, reduce_bucket_size, zero_stage, overlap)
-    if opened.manifest.sharder_traits.has_buckets or any(each is not None for each in buckets):
+    of_messages = {
+        "reduce_bucket_size": reduce_bucket_size,
+        "zero_stage": zero_stage,
+        "overlaps": overlap,
+        "prefetch_bucket_size": prefetch_bucket_size,
+        "max_live_parameters": max_live_parameters,
+        "max_reuse_distance": max_reuse_distance,
+        "param_persistence_threshold": param_persistence_threshold,
+    }
+    asked = (bucket_cap, *of_messages.values())
+    if opened.manifest.sharder_traits.has_messages or any(each is not None for each in asked):
         of_plans = {"plan": plan, **changes, "node_bandwidth": node_bandwidth}
         of_plans |= {"node_latency": node_latency, "write_plan": write_plan}
         _expect_no_plan({**of_plans, "write_prediction": write_prediction})
         found = opened.simulate_buckets(
-            bucket_cap,
-            reduce_bucket_size=reduce_bucket_size,
-            zero_stage=zero_stage,
-            overlaps=overlap,
-            bandwidth=network[0],
-            latency_ns=network[1],
+            bucket_cap, bandwidth=network[0], latency_ns=network[1], **of_messages
         )
         if as_json:
             print(render_run_json(opened.source, found))
@@ -326,6 +350,6 @@ def _expect_no_plan(values: Mapping[str, Any]) -> None:
     if given:
         raise typer.BadParameter(
             "Buckets of gradients have no sharding plan. Expected --bucket-cap (DDP), "
-            "--reduce-bucket-size and --zero-stage (ZeRO), --no-overlap, --bandwidth and --latency "
-            f"only. Omit {', '.join(given)}."
+            "--reduce-bucket-size and --zero-stage (ZeRO), the settings of gathers (ZeRO-3), "
+            f"--no-overlap, --bandwidth and --latency only. Omit {', '.join(given)}."
         )

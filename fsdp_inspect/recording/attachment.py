@@ -766,7 +766,12 @@ class Attachment:
         )
         observed |= self._sharder.settings()
         self._manifest = self._manifest.model_copy(
-            update={"units": units, "plan": self._observed_plan(), "observed": observed}
+            update={
+                "units": units,
+                "plan": self._observed_plan(),
+                "observed": observed,
+                "uses": self._sharder.uses,
+            }
         )
 
     def _write_manifest(self) -> None:

@@ -42,29 +42,29 @@ def render_simulation(simulation: Simulation) -> RenderableType:
 
 
 def render_buckets(found: BucketSimulation) -> RenderableType:
-    """Render the predicted step time with other buckets, and the buckets of one backward."""
+    """Render the predicted step time with other buckets or messages, and a table of them."""
     return Group(
         Text(answer_buckets(found), style="bold"),
         *(Padding(Text(line), (0, 0, 0, 2)) for line in describe_buckets(found)),
         "",
         render_table(found.TABLE, found.rows()[:MOST_UNITS]),
-        *_rest(len(found.rows()), "buckets"),
+        *_rest(len(found.rows()), found.settings.what),
         "",
         dim(
             f"Predicted from {found.num_steps} recorded steps of rank {found.rank}. The recorded "
-            "buckets are simulated too, so that the error of the simulation cancels in the "
-            "difference. Times of a bucket are those since the begin of backward."
+            f"{found.settings.what} are simulated too, so that the error of the simulation cancels "
+            f"in the difference. Times are those since the begin of {found.settings.period}."
         ),
     )
 
 
 def answer_buckets(found: BucketSimulation) -> str:
     """State the change of the predicted step time from the recorded buckets."""
-    answer = _answer(found.change, "buckets")
+    answer = _answer(found.change, found.settings.what)
     if abs(found.change) < _NO_CHANGE or not found.gain_low_ns < 0 < found.gain_high_ns:
         return answer
     return (
-        "Cannot tell whether steps get shorter: these buckets save up to "
+        f"Cannot tell whether steps get shorter: these {found.settings.what} save up to "
         f"{format_ns(found.gain_high_ns)} a step, or add up to {format_ns(-found.gain_low_ns)}."
     )
 
@@ -76,25 +76,30 @@ def describe_buckets(found: BucketSimulation) -> Iterable[str]:
     full = f"full at {settings.size:.4g} MiB"
     if settings.is_zero:
         full = f"of at most {settings.size:,.0f} elements"
+    if settings.gathers is not None:
+        full = f"with gradients in buckets {full}"
     if math.isnan(settings.size):
         full = "of a size torch did not log"
-    yield f"Buckets: {len(before.buckets)} -> {len(after.buckets)}, {full}{overlap}."
+    counts = f"{len(before.buckets)} -> {len(after.buckets)}"
+    yield f"{settings.what.capitalize()}: {counts}, {full}{overlap}."
     if settings.is_zero:
         yield f"In DeepSpeed's configuration: {settings.snippet}"
     if found.added_bytes:
         word = "more" if found.added_bytes > 0 else "less"
         size = format_bytes(abs(found.added_bytes))
-        yield f"DeepSpeed's buffers for gradients take {size} {word}."
+        kept = " and the gathered parameters" if settings.gathers is not None else ""
+        yield f"DeepSpeed's buffers for gradients{kept} take {size} {word}."
     yield (
         f"Predicted step time: {format_ns(after.step_time_ns)}, interval "
         f"{format_ns(found.low_ns)} to {format_ns(found.high_ns)}."
     )
+    kinds = "all-reduces" if settings.gathers is None else "messages"
     yield (
-        "From the recorded buckets to these, both simulated: waits for all-reduces "
-        f"{format_ns(before.exposed_ns)} -> {format_ns(after.exposed_ns)}, all-reduces "
+        f"From the recorded {settings.what} to these, both simulated: waits for {kinds} "
+        f"{format_ns(before.exposed_ns)} -> {format_ns(after.exposed_ns)}, {kinds} "
         f"{format_ns(before.communication_ns)} -> {format_ns(after.communication_ns)} a step."
     )
-    yield _self_check("buckets are", before.step_time_ns, found)
+    yield _self_check(f"{settings.what} are", before.step_time_ns, found)
     yield from (f"Caution: {caveat}" for caveat in found.caveats)
     yield from (f"Assumed: {assumption}" for assumption in found.assumptions)
 

@@ -1,4 +1,4 @@
-"""Predict a step of DDP, ZeRO-1 or ZeRO-2 with other buckets, from one recorded run.
+"""Predict a step of DDP or ZeRO with other buckets or messages, from one recorded run.
 
 [Note: The model of buckets]
 DDP sums the gradients of a bucket as soon as its last gradient is ready. The all-reduces run one
@@ -37,31 +37,39 @@ reduces the buckets in reverse.
 On CPU, an all-reduce takes cores from the backward beside it, and is slower than one after it. How
 much is unknown, so the interval includes all-reduces as fast as the fastest tenth of the recorded
 ones.
+
+[Note: The messages of ZeRO-3]
+`simulation.zero3` gives the messages of a step with any settings, and the hooks that issue them and
+wait for them. The time of the host between two hooks stays as recorded. One link sends the messages
+in the order of their issue. The recorded messages must equal those of the rules, else the run is
+refused.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.analysis.memory.fit import measure_allocatable
-from fsdp_inspect.analysis.step_selection import inspected_rank
+from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank
 from fsdp_inspect.analysis.trust import Trust, measure_trust
 from fsdp_inspect.columns import TableSpec, metric_column, unit_column, value_column
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.simulation.network import (
+    KINDS,
     CostLine,
     Network,
     Pace,
@@ -71,11 +79,28 @@ from fsdp_inspect.simulation.network import (
     unknown_latencies,
 )
 from fsdp_inspect.simulation.recorded import with_own_turns
+from fsdp_inspect.simulation.zero3 import (
+    GatherSettings,
+    Messages,
+    ShardedParameter,
+    entered_modules,
+    order_messages,
+)
 from fsdp_inspect.statistics import half_range_ratio
-from fsdp_inspect.trace.codes import ITEMSIZE, EventKind, Phase
+from fsdp_inspect.trace.codes import (
+    ENTERS,
+    ITEMSIZE,
+    LEAVES,
+    NO_UNIT,
+    WAIT_OF,
+    EventFlag,
+    EventKind,
+    Phase,
+    UseEvent,
+)
 from fsdp_inspect.trace.links import bus_factor
-from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
-from fsdp_inspect.trace.sharders import DDP, ZERO1, ZERO2, ddp_code, traits_of
+from fsdp_inspect.trace.run import RunManifest, RunSource, Unit, UseOrder
+from fsdp_inspect.trace.sharders import DDP, ZERO1, ZERO2, ZERO3, ddp_code, traits_of
 from fsdp_inspect.trace.tables import EventTable
 
 _MIB = float(1 << 20)
@@ -84,7 +109,7 @@ _SIZE_OPTIONS = ("--bucket-cap 10", "--reduce-bucket-size 200000000")
 """An example of a size for `simulate`: DDP, ZeRO."""
 _MILLIONS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """The sizes that `find_best_buckets` tries: MiB of DDP, millions of elements of ZeRO."""
-_OF_STAGE = {1: ZERO1, 2: ZERO2}
+_OF_STAGE = {1: ZERO1, 2: ZERO2, 3: ZERO3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +121,23 @@ class BucketSettings:
     """DDP: MiB at which a bucket is full. ZeRO: the most elements of a bucket. NaN: unknown."""
     overlaps: bool
     """DDP: whether all-reduces run beside backward. ZeRO: `overlap_comm`."""
+    gathers: GatherSettings | None = None
+    """ZeRO-3: the settings of gathers."""
 
     @property
     def is_zero(self) -> bool:
         """Whether DeepSpeed fills the buckets."""
         return self.sharder != DDP
+
+    @property
+    def what(self) -> str:
+        """What is simulated: `buckets` of one backward, or `messages` of one step."""
+        return "buckets" if self.gathers is None else "messages"
+
+    @property
+    def period(self) -> str:
+        """What they belong to: `backward` or `the step`."""
+        return "backward" if self.gathers is None else "the step"
 
     @property
     def in_backward(self) -> bool:
@@ -115,7 +152,9 @@ class BucketSettings:
             return ddp_code("bucket_cap_mb", f"{self.size:g}") if is_known else ""
         stage = next(each for each, name in _OF_STAGE.items() if name == self.sharder)
         size = {} if math.isnan(self.size) else {"reduce_bucket_size": round(self.size)}
-        settings = {"stage": stage, **size, "overlap_comm": self.overlaps}
+        gathers = asdict(self.gathers) if self.gathers else {}
+        of_gathers = {f"stage3_{name}": round(value) for name, value in gathers.items()}
+        settings = {"stage": stage, **size, **of_gathers, "overlap_comm": self.overlaps}
         return f'"zero_optimization": {json.dumps(settings)}'
 
 
@@ -132,19 +171,34 @@ class BucketChanges:
     overlaps: bool | None = None
     """DDP: False if all-reduces begin when backward has computed all gradients. ZeRO:
     `overlap_comm`."""
+    prefetch_bucket_size: float | None = None
+    """ZeRO-3: the elements of a prefetch."""
+    max_live_parameters: float | None = None
+    """ZeRO-3: the gathered elements with which nothing is prefetched."""
+    max_reuse_distance: float | None = None
+    """ZeRO-3: the elements within which a parameter that is used again stays gathered."""
+    param_persistence_threshold: float | None = None
+    """ZeRO-3: the most elements of a parameter that stays gathered until the update."""
+
+    @property
+    def of_gathers(self) -> dict[str, float]:
+        """The changed settings of gathers."""
+        found = {each.name: getattr(self, each.name) for each in fields(GatherSettings)}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedBucket:
-    """One bucket in a simulated backward."""
+    """One bucket in a simulated backward, or one message of ZeRO-3 in a simulated step."""
 
     name: str
     num_tensors: int
     message_bytes: int
     ready_ns: int
-    """From the begin of backward until its gradients are ready to be reduced."""
+    """From the begin of backward until its gradients are ready to be reduced. ZeRO-3: from the
+    begin of the step until it is issued, as all times."""
     start_ns: int
-    """From the begin of backward until its all-reduce starts."""
+    """From the begin of backward until its collective starts."""
     duration_ns: int
 
 
@@ -154,13 +208,14 @@ class BucketStep:
 
     step_time_ns: int
     exposed_ns: int
-    """Waits for all-reduces of buckets in the step."""
+    """Waits for buckets in the step, and of ZeRO-3 for gathers too."""
     communication_ns: int
-    """All-reduces of buckets in the step."""
+    """The collectives in the step."""
     buckets: tuple[SimulatedBucket, ...]
-    """The buckets of one backward, in the order of their all-reduces."""
-    waits: tuple[tuple[int, int], ...]
-    """The waits of that backward for all-reduces: start and end of each, from its begin."""
+    """The buckets of one backward, or the messages of a step of ZeRO-3, in order."""
+    waits: tuple[tuple[int, int], ...] = ()
+    """The waits of that backward for all-reduces: start and end of each, from its begin; empty for
+    ZeRO-3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +223,16 @@ class BucketSimulation(TableResult):
     """The predicted step of a run with other buckets."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
-        "Buckets of the plan",
+        "Messages of the plan",
         (
-            unit_column("The bucket, in the order of the all-reduces.", attrgetter("name")),
+            unit_column("The bucket or the message, in order.", attrgetter("name")),
             value_column(
                 "num_tensors", MetricUnit.COUNT, "parameters in the bucket", label="tensors"
             ),
             metric_column("message_bytes", metric="bytes"),
             metric_column("ready_ns", metric="duration_ns", label="ready at"),
             metric_column("start_ns", metric="duration_ns", label="starts at"),
-            metric_column("duration_ns", label="all-reduce"),
+            metric_column("duration_ns"),
         ),
     )
 
@@ -205,7 +260,8 @@ class BucketSimulation(TableResult):
     gain_high_ns: int
     """The interval of the time that the buckets save in a step; negative: they cost time."""
     added_bytes: int
-    """Bytes by which DeepSpeed's buffers for gradients grow; 0 for DDP and if unknown."""
+    """Bytes by which DeepSpeed's buffers for gradients grow, and with ZeRO-3 the most bytes of
+    gathered parameters; 0 for DDP and if unknown."""
     assumptions: tuple[str, ...]
     caveats: tuple[str, ...]
 
@@ -247,9 +303,9 @@ class _Backwards(NamedTuple):
         return bool(np.isnan(self.ready_ns).any())
 
 
-@dataclass(frozen=True)
-class BucketWork:
-    """What the recorded steps of one rank show; see [Note: The model of buckets]."""
+@dataclass(frozen=True, kw_only=True)
+class MessageWork(ABC):
+    """What the recorded steps of one rank show, for any sharder."""
 
     run_id: str
     rank: int
@@ -257,31 +313,39 @@ class BucketWork:
     num_ranks: int
     step_time_ns: int
     exposed_ns: float
-    """Waits for buckets in a step."""
-    backwards_per_step: float
-    """Number of backwards in a step that reduce buckets."""
-    all_per_step: float
-    """Number of all backwards in a step."""
-    computes_ns: float
-    """From the begin of a backward until all gradients are computed, without waits in it."""
-    gradients: tuple[_Gradient, ...]
-    """In the order in which they enter the recorded buckets."""
-    recorded: tuple[tuple[int, ...], ...]
-    """The gradients of each recorded bucket."""
+    """Waits in a step for what is simulated."""
     settings: BucketSettings
     """The recorded settings."""
     on_host: bool
     """Whether the device is a CPU."""
     buffered_bytes: int
     """Bytes of DeepSpeed's buffer for each element of a bucket; 0: there is no buffer."""
-    is_inferred: bool
-    """Whether the time of some recorded buckets is inferred."""
-    in_model_order: bool
-    """Whether torch assigns the parameters in the order of the model."""
     network: Network
     fastest: float
-    """The duration of the fastest tenth of the recorded all-reduces, / that of the cost line."""
+    """The duration of the fastest tenth of the recorded collectives, / that of their cost line."""
     trust: Trust
+    recorded: Any
+    """The recorded plan: buckets, or messages of ZeRO-3."""
+
+    @abstractmethod
+    def plan_of(self, settings: BucketSettings) -> Any:
+        """The plan that torch or DeepSpeed makes with given settings."""
+
+    @abstractmethod
+    def simulate(
+        self, plan: Any, settings: BucketSettings | None = None, network: Network | None = None
+    ) -> BucketStep:
+        """Simulate a step with a plan; default with the recorded settings and network."""
+
+    @abstractmethod
+    def assumptions(self, settings: BucketSettings, network: Network) -> Iterable[str]:
+        """What a prediction assumes, one sentence each."""
+
+    def held_bytes(self, plan: Any, settings: BucketSettings) -> int:
+        """The bytes of DeepSpeed's buffers for gradients: one, or two with `overlap_comm`."""
+        if math.isnan(settings.size) or math.isnan(self.settings.size):
+            return 0
+        return round(settings.size) * self.buffered_bytes * (2 if settings.overlaps else 1)
 
     def paces(self, network: Network) -> list[tuple[Network, Network, float]]:
         """The ends of the uncertainty: the networks of the recorded buckets and of the plan.
@@ -295,17 +359,36 @@ class BucketWork:
             for pace in (Pace.FAST, Pace.TYPICAL, Pace.SLOW)
         ]
         if self.fastest < 1:
-            line = network.lines[EventKind.ALL_REDUCE]
-            free = CostLine(line.latency_ns * self.fastest, line.bus_bytes_per_s / self.fastest)
-            lines = {**network.lines, EventKind.ALL_REDUCE: free}
+            lines = {
+                kind: CostLine(line.latency_ns * self.fastest, line.bus_bytes_per_s / self.fastest)
+                for kind, line in network.lines.items()
+            }
             stays = self.exposed_ns * (1 - self.fastest) if self.settings.is_zero else 0.0
             fast = replace(network, lines=lines)
             found.append((self.network.at(Pace.TYPICAL), fast, stays))
         return found
 
+
+@dataclass(frozen=True, kw_only=True)
+class BucketWork(MessageWork):
+    """What the recorded steps show of buckets; see [Note: The model of buckets]."""
+
+    backwards_per_step: float
+    """Number of backwards in a step that reduce buckets."""
+    all_per_step: float
+    """Number of all backwards in a step."""
+    computes_ns: float
+    """From the begin of a backward until all gradients are computed, without waits in it."""
+    gradients: tuple[_Gradient, ...]
+    """In the order in which they enter the recorded buckets."""
+    is_inferred: bool
+    """Whether the time of some recorded buckets is inferred."""
+    in_model_order: bool
+    """Whether torch assigns the parameters in the order of the model."""
+
     def simulate(
         self,
-        buckets: Sequence[Sequence[int]],
+        plan: Sequence[Sequence[int]],
         settings: BucketSettings | None = None,
         network: Network | None = None,
     ) -> BucketStep:
@@ -313,13 +396,13 @@ class BucketWork:
         settings = settings or self.settings
         line = (network or self.network).lines[EventKind.ALL_REDUCE]
         factor = bus_factor(EventKind.ALL_REDUCE, self.num_ranks)
-        ready_ns = self._ready_ns(buckets, settings)
+        ready_ns = self._ready_ns(plan, settings)
         # Without overlap, DDP's all-reduces begin when backward has ended.
         free_from = 0.0 if settings.is_zero or settings.overlaps else self.computes_ns
         is_behind = settings.is_zero and settings.overlaps and not self.on_host
         end = blocked = 0.0
         found, waits = [], []
-        for place, (members, ready) in enumerate(zip(buckets, ready_ns, strict=True)):
+        for place, (members, ready) in enumerate(zip(plan, ready_ns, strict=True)):
             size = sum(self.gradients[each].num_bytes for each in members)
             ready += blocked
             start = max(end, ready, free_from)
@@ -359,6 +442,20 @@ class BucketWork:
             return self.backwards_per_step
         return 1.0 if settings.sharder == ZERO1 else self.all_per_step
 
+    def plan_of(self, settings: BucketSettings) -> Any:
+        """The recorded buckets if no setting changes them, or those of the settings."""
+        recorded = self.settings
+        if (settings.size, settings.in_backward) == (recorded.size, recorded.in_backward):
+            return self.recorded
+        if math.isnan(settings.size):
+            if not settings.is_zero or settings.in_backward == recorded.in_backward:
+                return self.recorded
+            raise MissingDataError(
+                f"The run {self.run_id!r} has no reduce_bucket_size, so the buckets in another "
+                "order are unknown. Expected the size. Set it too (--reduce-bucket-size)."
+            )
+        return self.assign(settings)
+
     def assign(self, settings: BucketSettings) -> list[list[int]]:
         """The buckets that torch or DeepSpeed makes with given settings."""
         full: list[list[int]] = []
@@ -380,23 +477,135 @@ class BucketWork:
         full += open_.values()
         return full[::-1] if self.in_model_order else full
 
+    def assumptions(self, settings: BucketSettings, network: Network) -> Iterable[str]:
+        """What a prediction assumes, one sentence each."""
+        recorded = self.settings
+        if not settings.is_zero:
+            yield (
+                "Between the ends of recorded buckets, gradients become ready in proportion to "
+                "their bytes."
+            )
+        if settings.is_zero and settings.overlaps and not self.on_host:
+            yield (
+                "Backward waits at each reduction for the one before, as in DeepSpeed 0.19. No run "
+                "on a GPU was compared with the prediction."
+            )
+        elif settings.is_zero and settings.overlaps:
+            yield "On CPU, DeepSpeed's reductions block backward with overlap_comm, too."
+        if settings.in_backward != recorded.in_backward:
+            yield "Gradients become ready in the reverse order of the parameters."
+        if settings.sharder != recorded.sharder:
+            yield (
+                "ZeRO-2 reduces the gradients of each microbatch, and ZeRO-1 those of the last "
+                "one. The other work of the engine stays as recorded."
+            )
+        largest = max(each.numel for each in self.gradients)
+        if settings.is_zero and largest > settings.size:
+            yield (
+                f"A parameter with more elements than a bucket ({largest:,}) is reduced in one "
+                "message. DeepSpeed splits it if two ranks own it."
+            )
+        if self.is_inferred:
+            yield (
+                "Some all-reduces were queued behind others, so the time at which their buckets "
+                "were ready is inferred from the buckets around them."
+            )
+        reduces = EventKind.ALL_REDUCE
+        yield from unknown_latencies(replace(network, lines={reduces: network.lines[reduces]}))
 
-def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
-    """Measure the backwards of a run of DDP, ZeRO-1 or ZeRO-2.
+
+@dataclass(frozen=True, kw_only=True)
+class FetchWork(MessageWork):
+    """What the recorded steps show of ZeRO-3; see [Note: The messages of ZeRO-3]."""
+
+    uses: UseOrder
+    parameters: tuple[ShardedParameter, ...]
+    """The parameters by number."""
+    names: tuple[str, ...]
+    """The unit of each parameter."""
+    positions_ns: tuple[float, ...]
+    """From the begin of the step to each event of `uses`, and to the update, without waits."""
+    scatters: bool
+    """Whether gradients are reduce-scattered."""
+
+    def plan_of(self, settings: BucketSettings) -> Messages:
+        """The messages that DeepSpeed makes with given settings."""
+        assert settings.gathers is not None
+        found = order_messages(
+            self.uses, self.parameters, settings.gathers, settings.size, scatters=self.scatters
+        )
+        if found is None:
+            raise MissingDataError(
+                f"The messages of run {self.run_id!r} with these settings differ from step to "
+                "step, so no step represents the others. Expected equal steps. Choose others."
+            )
+        missing = {each.kind for each in found.messages} - self.network.lines.keys()
+        if missing:
+            name = next(iter(missing)).label.replace("_", "-")
+            raise MissingDataError(
+                f"Run {self.run_id!r} has no {name}, so the duration of one is unknown. Expected "
+                "one. Choose a larger reduce_bucket_size."
+            )
+        return found
+
+    def simulate(
+        self, plan: Messages, settings: BucketSettings | None = None, network: Network | None = None
+    ) -> BucketStep:
+        """Simulate a step with given messages; its settings have no other effect."""
+        lines = (network or self.network).lines
+        waited = free = 0.0
+        ends: dict[int, float] = {}
+        found = []
+        for place, number, is_wait in plan.actions:
+            now = self.positions_ns[place] + waited
+            if is_wait:
+                waited += max(ends[number] - now, 0.0)
+                continue
+            message = plan.messages[number]
+            start = max(now, free)
+            factor = bus_factor(message.kind, self.num_ranks)
+            duration = lines[message.kind].duration_ns(message.num_bytes, factor)
+            ends[number] = free = start + duration
+            name = f"{message.kind.label.replace('_', '-')} of {self.names[message.parameters[0]]}"
+            sizes = (len(message.parameters), message.num_bytes)
+            found.append(SimulatedBucket(name, *sizes, round(now), round(start), duration))
+        return BucketStep(
+            step_time_ns=round(self.step_time_ns - self.exposed_ns + waited),
+            exposed_ns=round(waited),
+            communication_ns=sum(each.duration_ns for each in found),
+            buckets=tuple(found),
+        )
+
+    def held_bytes(self, plan: Messages, settings: BucketSettings) -> int:
+        """One buffer of gradients, and the most bytes of gathered parameters."""
+        return round(settings.size) * self.buffered_bytes + plan.most_bytes
+
+    def assumptions(self, settings: BucketSettings, network: Network) -> Iterable[str]:
+        """What a prediction assumes, one sentence each."""
+        yield "The work on the host between the hooks of DeepSpeed stays as recorded."
+        if settings.overlaps != self.settings.overlaps:
+            yield "On CPU, overlap_comm changes nothing: reductions block backward."
+        yield from unknown_latencies(network)
+
+
+def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork:
+    """Measure the messages of a run of DDP, or of ZeRO-1 to ZeRO-3.
 
     Args:
         run: A recorded run of one of them.
         rank: Default: the median rank.
 
     Raises:
-        MissingDataError: The run is of another sharder, or its steps do not show buckets that
-            the model describes.
+        MissingDataError: The run is of another sharder, or its steps do not show messages
+            that the model describes.
     """
     manifest = run.manifest
-    if not manifest.sharder_traits.has_buckets:
+    if manifest.sharder == ZERO3:
+        return _measure_fetches(run, rank)
+    if not manifest.sharder_traits.has_messages:
         raise MissingDataError(
             f"Run {manifest.run_id!r} has no buckets: it uses {manifest.sharder_traits.title}. "
-            "Expected a run of DistributedDataParallel, ZeRO-1 or ZeRO-2."
+            "Expected a run of DistributedDataParallel, or of ZeRO-1 to ZeRO-3."
         )
     settings, on_host = _settings_of(manifest), manifest.device_type == "cpu"
     units = [unit for unit in manifest.units if unit.num_tensors]
@@ -413,21 +622,15 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
                 "a parameter is larger than a bucket, and DeepSpeed reduces it in several messages"
             )
         raise MissingDataError(_refuse(run, why))
-    network = replace(
-        fit_network(events, manifest.process_groups, known_lines(run)),
-        late_ratio=measure_own_lateness(run, member.rank, events),
-    )
+    network = _network_of(run, member.rank, events)
     if EventKind.ALL_REDUCE not in network.lines:
         raise MissingDataError(_refuse(run, "no all-reduce of a bucket was timed"))
     waits = _of_buckets(events, EventKind.ALL_REDUCE_WAIT)
-    group = units[0].replicate_group
-    ranks = next((each.ranks for each in manifest.process_groups if each.index == group), ())
-    num_ranks = len(ranks) or manifest.world_size
+    num_ranks = _ranks_in(manifest, units[0].replicate_group)
     observed = manifest.observed
     searches = observed.get("find_unused_parameters") == "True"
     in_model_order = searches and observed.get("static_graph") != "True"
     gradients, recorded = _spread_gradients(units, backwards, settings, in_model_order)
-    times = member.step_time_ns[np.isin(member.steps, steps)]
     work = BucketWork(
         run_id=manifest.run_id,
         rank=member.rank,
@@ -448,14 +651,10 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
         is_inferred=backwards.is_inferred,
         in_model_order=in_model_order,
         network=network,
-        fastest=_fastest(events, network, num_ranks)
+        fastest=_fastest(_of_buckets(events, EventKind.ALL_REDUCE), network, num_ranks)
         if (on_host or settings.is_zero) and manifest.source != "emulated"
         else 1.0,
-        trust=replace(
-            measure_trust(run),
-            spread_ratio=half_range_ratio(times.tolist()),
-            num_steps=len(steps),
-        ),
+        trust=_trust_of(run, member, steps),
     )
     is_known = settings.is_zero and not math.isnan(settings.size)
     if is_known and [*map(tuple, work.assign(settings))] != [*recorded]:
@@ -464,6 +663,200 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> BucketWork:
             _refuse(run, f"its buckets are not those of reduce_bucket_size {size}")
         )
     return work
+
+
+def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
+    """Measure the steps of a run of ZeRO-3; raises as `measure_buckets`."""
+    manifest, observed = run.manifest, run.manifest.observed
+    settings = _settings_of(manifest)
+    num_ranks = _ranks_in(manifest, next((unit.shard_group for unit in manifest.units), -1))
+    parameters = tuple(_parameters_of(manifest.units, num_ranks))
+    member, why = inspected_rank(run, rank), _why_no_order(manifest, settings, len(parameters))
+    uses = manifest.uses
+    if why or uses is None or member is None:
+        raise MissingDataError(_refuse(run, why or "it has no timed step"))
+    steps = tuple(member.typical_steps.tolist())
+    events = with_own_turns(run.events(member.rank, steps=steps))
+    own = [events.where(events.step == step) for step in steps]
+    rows_of = _rows_of(uses)
+    found = [_positions_in(each, uses, rows_of) for each in own]
+    if any(each is None for each in found):
+        why = "the passes of its modules are not those of its order of uses"
+        raise MissingDataError(_refuse(run, why))
+    network = _network_of(run, member.rank, events)
+    waits = [_waits_in(each) for each in own]
+    work = FetchWork(
+        run_id=manifest.run_id,
+        rank=member.rank,
+        num_steps=len(steps),
+        num_ranks=num_ranks,
+        step_time_ns=member.typical(member.step_time_ns),
+        exposed_ns=sum(float((ends - starts).sum()) for starts, ends in waits) / len(steps),
+        settings=settings,
+        on_host=True,
+        buffered_bytes=max(each.reduce_itemsize for each in parameters)
+        if observed.get("contiguous_gradients") == "True"
+        else 0,
+        network=network,
+        fastest=_fastest(_own(events, KINDS), network, num_ranks),
+        trust=_trust_of(run, member, steps),
+        recorded=Messages((), (), 0),
+        uses=uses,
+        parameters=parameters,
+        names=tuple(unit.fqn for unit in manifest.units for _ in unit.parameters),
+        positions_ns=_fill(np.mean(np.array(found), axis=0), uses),
+        scatters=observed.get("reduce_scatter") == "True",
+    )
+    recorded = work.plan_of(settings)
+    expected = [(each.kind, each.num_bytes) for each in recorded.messages]
+    for seen in (_own(each, KINDS) for each in own):
+        if [*zip(seen.kind.tolist(), seen.bytes.tolist(), strict=True)] != expected:
+            raise MissingDataError(_refuse(run, "its messages are not those of DeepSpeed's rules"))
+    return replace(work, recorded=recorded)
+
+
+def _why_no_order(manifest: RunManifest, settings: BucketSettings, num_parameters: int) -> str:
+    """Why the manifest does not show what each step does; empty: it does."""
+    uses = manifest.uses
+    if manifest.device_type != "cpu":
+        return "on a GPU, the ends of its hidden gathers are unknown, and the host runs ahead"
+    if uses is None:
+        return "it lacks the order of uses, which this version records if steps are equal"
+    sizes = (settings.size, *asdict(settings)["gathers"].values())
+    if any(map(math.isnan, sizes)) or not _is_whole(uses, num_parameters):
+        return "its settings or its order of uses are incomplete"
+    passes = entered_modules(uses)
+    return "" if all(each == passes[0] for each in passes) else "its microbatches run other modules"
+
+
+def _parameters_of(units: Iterable[Unit], num_ranks: int) -> Iterable[ShardedParameter]:
+    for unit in units:
+        sizes = ITEMSIZE.get(unit.param_dtype, 0), ITEMSIZE.get(unit.reduce_dtype, 0)
+        for shape in unit.parameters.values():
+            numel = math.prod(shape)
+            padded = -(-numel // num_ranks) * num_ranks
+            yield ShardedParameter(numel, padded, sizes[0], unit.reduce_dtype, sizes[1])
+
+
+def _is_whole(uses: UseOrder, num_parameters: int) -> bool:
+    """Whether an order begins with a forward, and names existing modules and parameters only."""
+    used = [number for module in uses.modules for number in module.parameters]
+    used += [number for event, number, _ in uses.events if event == UseEvent.GRADIENT]
+    entered = [number for event, number, _ in uses.events if event in (*ENTERS, *LEAVES)]
+    begins = bool(uses.events) and uses.events[0][0] == UseEvent.BEGIN
+    return (
+        begins and max(used, default=0) < num_parameters
+        and max(entered, default=0) < len(uses.modules)
+    )  # fmt: skip
+
+
+def _own(events: EventTable, kinds: Iterable[int]) -> EventTable:
+    """The events of units of some kinds, in the order of their issue."""
+    found = events.where(np.isin(events.kind, list(kinds)) & (events.unit != NO_UNIT))
+    return found.where(np.argsort(found.issue_ns, kind="stable"))
+
+
+def _rows_of(uses: UseOrder) -> list[int]:
+    """For each event, the begin or the entry of a module whose row has its time; -1: none.
+
+    A repeated forward can have no end and no row: torch stops it when all activations are known. A
+    backward without an end has a row that ends with the backward of the model.
+    """
+    found = [-1] * len(uses.events)
+    entered: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for at, (event, number, _) in enumerate(uses.events):
+        if event == UseEvent.BEGIN:
+            found[at] = at
+        elif event in ENTERS and uses.modules[number].unit != NO_UNIT:
+            entered[event, number].append(at)
+            if event == UseEvent.ENTER_BACKWARD:
+                found[at] = at
+        elif event in LEAVES and (own := entered[ENTERS[LEAVES.index(event)], number]):
+            found[at] = found[own[-1]] = own[-1]
+            own.pop()
+    return found
+
+
+def _positions_in(
+    events: EventTable, uses: UseOrder, rows_of: Sequence[int]
+) -> NDArray[np.float64] | None:
+    """The time of each event in a step without waits, and that of its end; NaN: it has no row.
+
+    None if the rows of the step do not follow the order.
+    """
+    is_own = (events.unit != NO_UNIT) & (events.kind == EventKind.BACKWARD)
+    is_own |= (events.kind == EventKind.FORWARD) & (events.phase != Phase.EVALUATION)
+    rows = events.where(is_own)
+    left: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
+    for unit, *span in sorted(
+        zip(rows.unit.tolist(), rows.start_ns.tolist(), rows.end_ns.tolist(), strict=True)
+    ):
+        left[unit].append((span[0], span[1]))
+    spans: dict[int, tuple[int, int]] = {}
+    times = []
+    for at, row in enumerate(rows_of):
+        if row == at:
+            event, number, _ = uses.events[at]
+            own = left[NO_UNIT if event == UseEvent.BEGIN else uses.modules[number].unit]
+            if not own:
+                return None
+            spans[at] = own.popleft()
+        times.append(math.nan if row < 0 else spans[row][row != at])
+    step = events.where(events.kind == EventKind.STEP)
+    if any(left.values()) or not len(step):
+        return None
+    found = np.array([*times, step.end_ns[0]], np.float64)
+    starts, ends = _waits_in(events)
+    done = np.concatenate(([0], np.cumsum(ends - starts)))
+    begun = np.searchsorted(starts, found, side="right")
+    left_ns = np.maximum(np.concatenate(([0], ends))[begun] - found, 0)
+    positions: NDArray[np.float64] = found - step.start_ns[0] - done[begun]
+    return positions + np.where(begun > 0, left_ns, 0)
+
+
+def _waits_in(events: EventTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Start and end of the disjoint waits for messages of units, in order.
+
+    A gather that its own hook waits for delays the host from its issue on.
+    """
+    waits, gathers = _own(events, WAIT_OF.values()), _own(events, [EventKind.ALL_GATHER])
+    is_ahead = (gathers.flags & EventFlag.PREFETCHED) != 0
+    own = gathers.where(~is_ahead | (gathers.phase == Phase.OPTIMIZER))
+    issues = dict(zip(own.collective.tolist(), own.issue_ns.tolist(), strict=True))
+    pairs = zip(waits.collective.tolist(), waits.start_ns.tolist(), strict=True)
+    starts = np.array([issues.get(number, start) for number, start in pairs], np.int64)
+    order = np.argsort(starts, kind="stable")
+    ends = np.maximum.accumulate(waits.end_ns[order])
+    return np.maximum(starts[order], np.concatenate(([0], ends[:-1]))), ends
+
+
+def _fill(known_ns: NDArray[np.float64], uses: UseOrder) -> tuple[float, ...]:
+    """The time of each event; one without a row follows the event before it."""
+    following = np.minimum.accumulate(np.where(np.isnan(known_ns), np.inf, known_ns)[::-1])[::-1]
+    found: list[float] = []
+    for at, time in enumerate(known_ns.tolist()):
+        before = found[-1] if found else 0.0
+        if math.isnan(time):
+            time = min(before + uses.events[at][2], float(following[at]))
+        found.append(max(time, before))
+    return tuple(found)
+
+
+def _ranks_in(manifest: RunManifest, group: int) -> int:
+    """The number of ranks in a process group."""
+    ranks = next((each.ranks for each in manifest.process_groups if each.index == group), ())
+    return len(ranks) or manifest.world_size
+
+
+def _network_of(run: RunSource, rank: int, events: EventTable) -> Network:
+    fitted = fit_network(events, run.manifest.process_groups, known_lines(run))
+    return replace(fitted, late_ratio=measure_own_lateness(run, rank, events))
+
+
+def _trust_of(run: RunSource, member: RankSteps, steps: Sequence[int]) -> Trust:
+    times = member.step_time_ns[np.isin(member.steps, steps)].tolist()
+    spread = half_range_ratio(times)
+    return replace(measure_trust(run), spread_ratio=spread, num_steps=len(steps))
 
 
 def _largest(units: Iterable[Unit]) -> int:
@@ -477,14 +870,18 @@ def _settings_of(manifest: RunManifest) -> BucketSettings:
     if manifest.sharder == DDP:
         return BucketSettings(DDP, _number(observed.get("bucket_cap_mb")), overlaps=True)
     size, overlaps = observed.get("reduce_bucket_size"), observed.get("overlap_comm") == "True"
-    return BucketSettings(manifest.sharder, _number(size), overlaps)
+    gathers = None
+    if manifest.sharder == ZERO3:
+        names = (each.name for each in fields(GatherSettings))
+        gathers = GatherSettings(**{name: _number(observed.get(name)) for name in names})
+    return BucketSettings(manifest.sharder, _number(size), overlaps, gathers)
 
 
-def _fastest(events: EventTable, network: Network, num_ranks: int) -> float:
-    rows, line = _of_buckets(events, EventKind.ALL_REDUCE), network.lines[EventKind.ALL_REDUCE]
+def _fastest(rows: EventTable, network: Network, num_ranks: int) -> float:
+    """The duration of the fastest tenth of some collectives, / that of their cost line."""
     expected = [
-        line.duration_ns(size, bus_factor(EventKind.ALL_REDUCE, num_ranks))
-        for size in rows.bytes.tolist()
+        network.duration_ns(EventKind(kind), size, num_ranks) or 1
+        for kind, size in zip(rows.kind.tolist(), rows.bytes.tolist(), strict=True)
     ]
     return float(np.percentile((rows.end_ns - rows.start_ns) / np.maximum(expected, 1), 10))
 
@@ -498,11 +895,16 @@ def _number(text: str | None) -> float:
 
 
 def _refuse(run: RunSource, why: str) -> str:
+    what = "buckets"
+    expected = (
+        "model with DistributedDataParallel and no communication hook, or of one DeepSpeed engine "
+        "with ZeRO-1 or ZeRO-2"
+    )
+    if run.manifest.sharder == ZERO3:
+        what, expected = "messages", "DeepSpeed engine with ZeRO-3 on CPU"
     return (
-        f"The buckets of run {run.manifest.run_id!r} cannot be simulated: {why}. Expected timed "
-        "steps of one model with DistributedDataParallel and no communication hook, or of one "
-        "DeepSpeed engine with ZeRO-1 or ZeRO-2. `fsdp-inspect show RUN exposed` shows the "
-        "measured waits."
+        f"The {what} of run {run.manifest.run_id!r} cannot be simulated: {why}. Expected timed "
+        f"steps of one {expected}. `fsdp-inspect show RUN exposed` shows the measured waits."
     )
 
 
@@ -621,7 +1023,7 @@ def simulate_buckets(
 
 
 def change_buckets(
-    work: BucketWork,
+    work: MessageWork,
     changes: BucketChanges,
     *,
     bus_bytes_per_s: float | None = None,
@@ -629,9 +1031,13 @@ def change_buckets(
 ) -> BucketSimulation:
     """As `simulate_buckets`, from measured work, which many simulations of a run share."""
     title, is_zero = traits_of(work.settings.sharder).title, work.settings.is_zero
+    is_of_zero_3 = work.settings.gathers is not None
     of_zero = {changes.reduce_bucket_size, changes.zero_stage} != {None}
-    if (changes.bucket_cap_mb is not None) if is_zero else of_zero:
+    is_foreign = (changes.bucket_cap_mb is not None) if is_zero else of_zero
+    if is_foreign or (changes.of_gathers and not is_of_zero_3):
         expected = "--reduce-bucket-size or --zero-stage" if is_zero else "--bucket-cap"
+        if is_of_zero_3:
+            expected = "--reduce-bucket-size, or a setting of gathers"
         raise PlanError(
             f"The buckets of run {work.run_id!r} have other settings: it uses {title}. Expected "
             f"{expected}."
@@ -641,23 +1047,33 @@ def change_buckets(
         changes.reduce_bucket_size if is_zero else changes.bucket_cap_mb,
         zero_stage=changes.zero_stage,
         overlaps=changes.overlaps,
+        gathers=changes.of_gathers,
         network=work.network.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns),
     )
 
 
 def predict_buckets(
-    work: BucketWork,
+    work: MessageWork,
     size: float | None = None,
     *,
     zero_stage: int | None = None,
     overlaps: bool | None = None,
+    gathers: Mapping[str, float] | None = None,
     network: Network | None = None,
 ) -> BucketSimulation:
     """Predict a step from measured work, as `simulate_buckets`; `size` is in the sharder's unit."""
     if size is not None and not 0 < size < math.inf:
         name = "reduce_bucket_size" if work.settings.is_zero else "bucket_cap_mb"
         raise ValueError(f"Invalid {name}: {size}. Expected a number above 0.")
-    if zero_stage not in (None, *_OF_STAGE):
+    for name, value in (gathers or {}).items():
+        if not value >= 0:
+            raise ValueError(f"Invalid {name}: {value}. Expected a number of at least 0.")
+    if work.settings.gathers is not None and zero_stage not in (None, 3):
+        raise PlanError(
+            f"Invalid ZeRO stage: {zero_stage}. Expected 3: a run of ZeRO-3 does not show the "
+            "update of other stages, which gathers the parameters. Record a run with that stage."
+        )
+    if zero_stage not in (None, 1, 2) and work.settings.gathers is None:
         raise PlanError(
             f"Invalid ZeRO stage: {zero_stage}. Expected 1 or 2. ZeRO-3 gathers parameters in "
             "forward and backward, which this run does not show: record a run with it."
@@ -673,16 +1089,17 @@ def predict_buckets(
         work.settings.sharder if zero_stage is None else _OF_STAGE[zero_stage],
         work.settings.size if size is None else size,
         work.settings.overlaps if overlaps is None else overlaps,
+        work.settings.gathers and replace(work.settings.gathers, **(gathers or {})),
     )
-    buckets = _buckets_with(work, settings)
+    plan = work.plan_of(settings)
     replayed = work.simulate(work.recorded)
     error = replayed.step_time_ns / work.step_time_ns - 1
     trust = replace(work.trust, self_check_error=error)
     trust.expect_prediction()
-    predicted = work.simulate(buckets, settings, network)
+    predicted = work.simulate(plan, settings, network)
     steps, gains = [], []
     for before, after, stays in work.paces(network):
-        steps.append(work.simulate(buckets, settings, after).step_time_ns + round(stays))
+        steps.append(work.simulate(plan, settings, after).step_time_ns + round(stays))
         gains.append(work.simulate(work.recorded, network=before).step_time_ns - steps[-1])
     margin = trust.step_margin()
     gain_margin = trust.gain_margin_ns(max(gains, key=abs), replayed.step_time_ns)
@@ -701,32 +1118,10 @@ def predict_buckets(
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         gain_low_ns=round(min(gains) - gain_margin),
         gain_high_ns=round(max(gains) + gain_margin),
-        added_bytes=_buffer_bytes(work, settings) - _buffer_bytes(work, work.settings),
-        assumptions=tuple(_assumptions(work, settings, network)),
+        added_bytes=work.held_bytes(plan, settings) - work.held_bytes(work.recorded, work.settings),
+        assumptions=tuple(work.assumptions(settings, network)),
         caveats=trust.prediction_caveats,
     )
-
-
-def _buckets_with(work: BucketWork, settings: BucketSettings) -> Sequence[Sequence[int]]:
-    """The recorded buckets if no setting changes them, or those of the settings."""
-    recorded = work.settings
-    if (settings.size, settings.in_backward) == (recorded.size, recorded.in_backward):
-        return work.recorded
-    if math.isnan(settings.size):
-        if not settings.is_zero or settings.in_backward == recorded.in_backward:
-            return work.recorded
-        raise MissingDataError(
-            f"The run {work.run_id!r} has no reduce_bucket_size, so the buckets in another order "
-            "are unknown. Expected the size. Set it too (--reduce-bucket-size)."
-        )
-    return work.assign(settings)
-
-
-def _buffer_bytes(work: BucketWork, settings: BucketSettings) -> int:
-    """DeepSpeed's buffers for gradients: one, or two with `overlap_comm`."""
-    if math.isnan(settings.size) or math.isnan(work.settings.size):
-        return 0
-    return round(settings.size) * work.buffered_bytes * (2 if settings.overlaps else 1)
 
 
 def find_best_buckets(run: RunSource) -> BucketSimulation | str:
@@ -753,39 +1148,3 @@ def find_best_buckets(run: RunSource) -> BucketSimulation | str:
         f"What-if and `fsdp-inspect simulate RUN {_SIZE_OPTIONS[work.settings.is_zero]}` show the "
         "interval of one size."
     )
-
-
-def _assumptions(work: BucketWork, settings: BucketSettings, network: Network) -> Iterable[str]:
-    recorded = work.settings
-    if not settings.is_zero:
-        yield (
-            "Between the ends of recorded buckets, gradients become ready in proportion to their "
-            "bytes."
-        )
-    if settings.is_zero and settings.overlaps and not work.on_host:
-        yield (
-            "Backward waits at each reduction for the one before, as in DeepSpeed 0.19. No run on "
-            "a GPU was compared with the prediction."
-        )
-    elif settings.is_zero and settings.overlaps:
-        yield "On CPU, DeepSpeed's reductions block backward with overlap_comm, too."
-    if settings.in_backward != recorded.in_backward:
-        yield "Gradients become ready in the reverse order of the parameters."
-    if settings.sharder != recorded.sharder:
-        yield (
-            "ZeRO-2 reduces the gradients of each microbatch, and ZeRO-1 those of the last one. "
-            "The other work of the engine stays as recorded."
-        )
-    largest = max(each.numel for each in work.gradients)
-    if settings.is_zero and largest > settings.size:
-        yield (
-            f"A parameter with more elements than a bucket ({largest:,}) is reduced in one "
-            "message. DeepSpeed splits it if two ranks own it."
-        )
-    if work.is_inferred:
-        yield (
-            "Some all-reduces were queued behind others, so the time at which their buckets were "
-            "ready is inferred from the buckets around them."
-        )
-    reduces = EventKind.ALL_REDUCE
-    yield from unknown_latencies(replace(network, lines={reduces: network.lines[reduces]}))

@@ -366,7 +366,7 @@ def expect_simulated_sharder(manifest: RunManifest) -> None:
     sharder = manifest.sharder_traits
     if sharder.why_not_simulated is not None:
         what, shows = "has no plan to simulate", ""
-        if not sharder.has_buckets:
+        if not sharder.has_messages:
             what = "cannot be simulated"
             shows = " `fsdp-inspect show RUN exposed` shows the measured waits."
         raise MissingDataError(

@@ -347,7 +347,7 @@ def measure_self_check(run: RunSource) -> float:
 
 def _measure_self_check(run: RunSource) -> float:
     try:
-        if run.manifest.sharder_traits.has_buckets:
+        if run.manifest.sharder_traits.has_messages:
             buckets = measure_buckets(run)
             return buckets.simulate(buckets.recorded).step_time_ns / buckets.step_time_ns - 1
         work = measure_work(run)

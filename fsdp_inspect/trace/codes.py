@@ -293,6 +293,27 @@ UNKNOWN_STEP = -1
 """The `step` of a collective from such a dump."""
 
 
+class UseEvent(NamedCode):
+    """An event in `trace.run.UseOrder`."""
+
+    BEGIN = 0
+    """A forward of the model begins."""
+    ENTER_FORWARD = 1
+    """A module is about to run its forward."""
+    LEAVE_FORWARD = 2
+    """It has run it."""
+    ENTER_BACKWARD = 3
+    LEAVE_BACKWARD = 4
+    GRADIENT = 5
+    """The gradient of a parameter is complete."""
+    REDUCE_REST = 6
+    """The backward of the model has ended, and the remaining gradients are reduced."""
+
+
+ENTERS = (UseEvent.ENTER_FORWARD, UseEvent.ENTER_BACKWARD)
+LEAVES = (UseEvent.LEAVE_FORWARD, UseEvent.LEAVE_BACKWARD)
+
+
 class StepPart(NamedCode):
     """A part of a step in the summary's `kind` column; its codes do not overlap `EventKind`."""
 

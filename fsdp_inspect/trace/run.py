@@ -289,6 +289,27 @@ class Unit(Record):
         return self.shard_group < 0 <= self.replicate_group
 
 
+class ModuleUse(Record):
+    """A module whose parameters ZeRO-3 gathers before its forward and its backward."""
+
+    unit: int
+    """The unit whose passes are its own; -1: no unit, because it has no parameters, or only those
+    of other units."""
+    parameters: list[Index]
+    """The parameters in the order of DeepSpeed, as numbers in `Unit.parameters` of all units."""
+
+
+class UseOrder(Record):
+    """ZeRO-3: the order in which each step uses parameters, as DeepSpeed's hooks see it."""
+
+    modules: list[ModuleUse]
+    """The modules in the order of their first use, also those without parameters: DeepSpeed
+    prefetches at each of them."""
+    events: list[tuple[Index, Index, Amount]]
+    """In the order of the step: a `codes.UseEvent`; the module, or the parameter of a gradient;
+    the ns on the host since the event before, without its fetches: the shortest of some steps."""
+
+
 class ProcessGroup(Record):
     """A group of ranks that communicate with each other."""
 
@@ -430,6 +451,8 @@ class RunManifest(Record):
     observed: dict[str, str] = Field(default_factory=dict)
     """Settings of the model and the loop as observed in the first step: `dropout`, `attention`
     (of Transformers), `optimizer`, `loss_dtype`; `inputs` are those of the memory step."""
+    uses: UseOrder | None = None
+    """ZeRO-3: the order of uses; None: of another sharder, unknown, or different in each step."""
     git_commit: str | None = None
     code: TrainingCode = TrainingCode()
     """The code that sharded the models, and the command that started the ranks."""

@@ -41,6 +41,8 @@ class SharderTraits:
     """The reason why no plan check is possible, if units have passes; None: a check is possible."""
     has_buckets: bool = False
     """Whether its units are buckets of gradients, whose size is simulated instead of a plan."""
+    has_messages: bool = False
+    """Whether its messages are simulated with other settings, instead of a plan."""
     backend_of_16_bits: str = ""
     """The only backend on which `reduce_in_16_bits` works; empty: any."""
     owns_all: bool = True
@@ -59,6 +61,7 @@ def _zero_of_stages_1_and_2(title: str) -> SharderTraits:
         "--reduce-bucket-size 200000000` predicts other buckets, if its self-check holds.",
         units_have_passes=False,
         has_buckets=True,
+        has_messages=True,
         hide_single_unit="Lower reduce_bucket_size and set overlap_comm, so that the first "
         "reduction begins earlier",
         keep_gathered=None,
@@ -96,6 +99,7 @@ _TRAITS = {
         "--bucket-cap 10` predicts other buckets, if its self-check holds.",
         units_have_passes=False,
         has_buckets=True,
+        has_messages=True,
         hide_single_unit="Lower bucket_cap_mb, so that the first all-reduce begins earlier",
         keep_gathered=None,
         prefetch_ahead=None,
@@ -108,8 +112,11 @@ _TRAITS = {
     ZERO2: _zero_of_stages_1_and_2("DeepSpeed ZeRO-2"),
     ZERO3: SharderTraits(
         title="DeepSpeed ZeRO-3",
-        why_not_simulated="The simulation models the schedule of FSDP2, not that of ZeRO-3.",
+        why_not_simulated="It has no plan of FSDP: `fsdp-inspect simulate RUN "
+        "--prefetch-bucket-size 50000000` predicts other settings of DeepSpeed, on CPU and if its "
+        "self-check holds.",
         units_have_passes=True,
+        has_messages=True,
         hide_single_unit="Gather smaller sub-modules: wrap fewer of them with set_z3_leaf_modules",
         keep_gathered="a larger stage3_max_reuse_distance and stage3_max_live_parameters",
         prefetch_ahead="Prefetch more parameters (stage3_prefetch_bucket_size)",

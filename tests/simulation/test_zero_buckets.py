@@ -190,7 +190,7 @@ def test_a_parameter_larger_than_the_bucket_is_one_message_with_an_assumption() 
     ("changes", "reason"),
     [
         ({"buckets": [[0], [1], [2, 3, 4], [5, 6]]}, "are not those of reduce_bucket_size 900,000"),
-        ({"sharder": "zero3"}, "it uses DeepSpeed ZeRO-3. Expected a run of"),
+        ({"sharder": "fsdp1"}, "it uses FSDP1. Expected a run of"),
     ],
 )
 def test_other_runs_are_refused_with_the_reason(changes: dict[str, object], reason: str) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fsdp_inspect.recording.units import ProcessGroups, UnitHandle
     from fsdp_inspect.trace.codes import MemoryCategory
     from fsdp_inspect.trace.plan import Plan
-    from fsdp_inspect.trace.run import Unit
+    from fsdp_inspect.trace.run import Unit, UseOrder
 
 
 HandleT = TypeVar("HandleT", bound="UnitHandle")
@@ -78,7 +78,9 @@ class Sharder(ABC, Generic[HandleT]):
         self.units = list(units)
         """The current units; the same list if they change."""
         self.num_changes = 0
-        """The number of changes of the units."""
+        """The number of changes of the units or of `uses`."""
+        self.uses: UseOrder | None = None
+        """The order of uses; None: unknown, or the sharder has none."""
 
     @property
     def title(self) -> str:

@@ -15,7 +15,7 @@ the last bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from fsdp_inspect.recording.torch_api import deepspeed_zero
 from fsdp_inspect.recording.torch_api.deepspeed_zero import (
     EPILOGUE,
     FETCH,
+    GRADIENT,
     MODULE_HOOKS,
     REDUCE,
     ModuleHandle,
@@ -43,8 +44,9 @@ from fsdp_inspect.trace.codes import (
     MemoryPoint,
     Phase,
     Stream,
+    UseEvent,
 )
-from fsdp_inspect.trace.run import Unit
+from fsdp_inspect.trace.run import ModuleUse, Unit, UseOrder
 from fsdp_inspect.trace.sharders import ZERO3
 
 if TYPE_CHECKING:
@@ -70,6 +72,33 @@ class Zero3(Zero[ModuleHandle]):
     def make_hooks(self, session: Session, memory: MemoryProbe) -> SubmoduleHooks:
         """Hooks on each sub-module."""
         return SubmoduleHooks(session, self, memory)
+
+    def keep_order(
+        self, modules: Iterable[Any], events: Sequence[tuple[UseEvent, int, int]]
+    ) -> None:
+        """Keep the order of uses for the manifest.
+
+        Args:
+            modules: The modules, in the order of their first use.
+            events: As in `UseOrder`; a gradient has DeepSpeed's number of its parameter.
+        """
+        owned = [each for handle in self.units for each in handle.parameters]
+        numbers = {int(each.ds_id): number for number, each in enumerate(owned)}
+        units = {handle.module: unit for unit, handle in enumerate(self.units)}
+        self.uses = UseOrder(
+            modules=[
+                ModuleUse(
+                    unit=units.get(each, NO_UNIT),
+                    parameters=[numbers[own] for own in deepspeed_zero.gathered_by(each)],
+                )
+                for each in modules
+            ],
+            events=[
+                (event, numbers[number] if event == UseEvent.GRADIENT else number, ns)
+                for event, number, ns in events
+            ],
+        )
+        self.num_changes += 1
 
     def describe_unit(
         self, handle: ModuleHandle, index: int, name: str, groups: ProcessGroups
@@ -112,6 +141,59 @@ class Zero3(Zero[ModuleHandle]):
             for _, engine in self.engines
             for each in deepspeed_zero.shared_buffers_of_stage_3(engine)
         ]
+
+
+_EQUAL_STEPS, _MOST_STEPS, _MOST_EVENTS = 3, 30, 20_000
+"""The equal steps whose order is kept. With more steps, or more events in a step, none is kept."""
+
+
+class UseTracer:
+    """Notes the order of uses in the first steps, until some of them are equal."""
+
+    def __init__(self, session: Session, sharder: Zero3) -> None:
+        self._session = session
+        self._sharder = sharder
+        self._modules: dict[Any, int] = {}
+        self._events: list[tuple[UseEvent, int, int]] = []
+        self._known: list[tuple[UseEvent, int, int]] = []
+        """The events of the last step, each with its shortest time."""
+        self._num_equal = self._num_steps = self._last_ns = 0
+        self.is_over = len(sharder.engines) > 1
+
+    def note(self, event: UseEvent, number: int = 0) -> None:
+        """Note that an event begins."""
+        if self.is_over:
+            return
+        now = self._session.clock.host_now()
+        self._events.append((event, number, max(now - self._last_ns, 0)))
+        self._last_ns = now
+
+    def note_module(self, event: UseEvent, module: Any) -> None:
+        """As `note`, for a module."""
+        if not self.is_over:
+            self.note(event, self._modules.setdefault(module, len(self._modules)))
+
+    def settle(self) -> None:
+        """Note that the hook of the last event ends."""
+        if not self.is_over:
+            self._last_ns = self._session.clock.host_now()
+
+    def end_step(self) -> None:
+        """Compare the order of a step with that of the last one."""
+        events, self._events = self._events, []
+        self.is_over |= len(events) > _MOST_EVENTS
+        if self.is_over or not events:
+            return
+        self._num_steps += 1
+        if [each[:2] for each in events] == [each[:2] for each in self._known]:
+            pairs = zip(events, self._known, strict=True)
+            self._known = [(*one[:2], min(one[2], two[2])) for one, two in pairs]
+            self._num_equal += 1
+        else:
+            self._known, self._num_equal = events, 1
+        if self._num_equal == _EQUAL_STEPS:
+            self._sharder.keep_order(self._modules, self._known)
+        self.is_over = self._num_equal == _EQUAL_STEPS or self._num_steps == _MOST_STEPS
 
 
 class GatherWork(TimedWork):
@@ -164,6 +246,7 @@ class SubmoduleHooks(ZeroHooks):
         """The parameters that the coordinator gathers now, by number."""
         self._unused: set[int] = set()
         """The numbers of parameters that were gathered and not yet used."""
+        self._uses = UseTracer(session, sharder)
 
     def attach_to(self, engine: Any, patches: Patches) -> None:
         """Wrap the coordinator's gather, the hooks of sub-modules and the reduction."""
@@ -191,6 +274,14 @@ class SubmoduleHooks(ZeroHooks):
             getattr(zero, EPILOGUE), self._before_epilogue, self._after_epilogue, self._session
         )
         patches.set_attribute(zero, EPILOGUE, wrapped)
+        wrapped = wrap_call(
+            getattr(zero, GRADIENT), self._before_gradient, self._after_gradient, self._session
+        )
+        patches.set_attribute(zero, GRADIENT, wrapped)
+
+    def begin_forward(self, engine: Any) -> None:
+        """Note that DeepSpeed begins to fetch in the order of the model again."""
+        self._uses.note(UseEvent.BEGIN)
 
     # --- all-gather
 
@@ -292,6 +383,7 @@ class SubmoduleHooks(ZeroHooks):
     # --- forward and backward
 
     def _before_forward(self, module: Any, *more: Any, **named: Any) -> UnitTimer | None:
+        self._uses.note_module(UseEvent.ENTER_FORWARD, module)
         timer = self._timer_of.get(module)
         if timer is not None:
             timer._enter_hook()
@@ -303,13 +395,16 @@ class SubmoduleHooks(ZeroHooks):
             self._gathered(timer)
             timer._leave_hook()
             timer._open_forward(self._note_use(timer))
+        self._uses.settle()
 
     def _before_post_forward(self, module: Any, *more: Any, **named: Any) -> None:
+        self._uses.note_module(UseEvent.LEAVE_FORWARD, module)
         timer = self._timer_of.get(module)
         if timer is not None:
             timer._close_forward(None)
 
     def _before_backward(self, module: Any, *more: Any, **named: Any) -> UnitTimer | None:
+        self._uses.note_module(UseEvent.ENTER_BACKWARD, module)
         timer = self._timer_of.get(module)
         if timer is not None:
             self._session.phase = Phase.BACKWARD
@@ -321,8 +416,10 @@ class SubmoduleHooks(ZeroHooks):
             self._gathered(timer)
             timer._leave_hook()
             timer._open_backward(self._note_use(timer))
+        self._uses.settle()
 
     def _before_post_backward(self, module: Any, *more: Any, **named: Any) -> None:
+        self._uses.note_module(UseEvent.LEAVE_BACKWARD, module)
         timer = self._timer_of.get(module)
         if timer is not None:
             timer._close_backward()
@@ -340,21 +437,30 @@ class SubmoduleHooks(ZeroHooks):
             self._memory.unsharded(self._sharder.units[timer.index], timer.index)
             self._memory.sample(MemoryPoint.AFTER_UNSHARD, timer.index)
 
+    def _before_gradient(self, parameter: Any) -> None:
+        self._uses.note(UseEvent.GRADIENT, int(parameter.ds_id))
+
+    def _after_gradient(self, token: None, result: Any) -> None:
+        self._uses.settle()
+
     # --- the end of backward
 
     def _before_epilogue(self, *args: Any, **kwargs: Any) -> None:
         """Called before DeepSpeed reduces the remaining gradients."""
+        self._uses.note(UseEvent.REDUCE_REST)
         for timer in self._timers:
             if timer._backward_start is not None:
                 timer._close_backward()
 
     def _after_epilogue(self, token: Any, result: Any) -> None:
         session = self._session
+        self._uses.settle()
         if self._reductions.reduce_scatters or self._reductions.all_reduces:
             self._reductions.wait_for_all(session, session.clock.mark())
         self.classify_gradients()
 
     def end_step(self) -> None:
         """Close open events."""
+        self._uses.end_step()
         for timer in self._timers:
             timer.end_step()

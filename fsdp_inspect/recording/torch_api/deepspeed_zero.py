@@ -33,6 +33,8 @@ FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
 """The method of ZeRO-3's coordinator that gathers parameters."""
 REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """The method of ZeRO-3's optimizer that reduces a bucket of gradients."""
+GRADIENT = "reduce_ready_partitions_and_remove_grads"
+"""The method of ZeRO-3's optimizer that adds the gradient of a parameter to a bucket."""
 EPILOGUE = "independent_gradient_partition_epilogue"
 """The method of the optimizers that reduces the remaining gradients."""
 MODULE_HOOKS = (
@@ -311,6 +313,13 @@ def find_module_handles(prefix: str, engine: Any) -> list[ModuleHandle]:
                 )
             )
     return handles
+
+
+def gathered_by(module: Any) -> list[int]:
+    """DeepSpeed's numbers of the parameters that it gathers for a module, in its order."""
+    is_leaf = bool(getattr(module, "_z3_leaf", False))
+    own = dict((*module.named_parameters(recurse=is_leaf), *module.ds_external_parameters()))
+    return sorted({int(each.ds_id) for each in own.values()})
 
 
 def _gathering_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, bool]]:

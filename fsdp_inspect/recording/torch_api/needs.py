@@ -127,6 +127,7 @@ UNIT_NAMES: Mapping[str, Sequence[str]] = {
     ZERO3: (
         f"engine.optimizer.{deepspeed_zero.EPILOGUE}",
         f"engine.optimizer.{deepspeed_zero.REDUCE}",
+        f"engine.optimizer.{deepspeed_zero.GRADIENT}",
         "engine.optimizer.get_param_comm_dtype",
         "engine.optimizer.ipg_buckets",
         *(f"engine.optimizer.parameter_offload.{name}" for name in deepspeed_zero.MODULE_HOOKS),

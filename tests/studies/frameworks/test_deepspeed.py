@@ -12,6 +12,7 @@ import torch
 
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.report.text import describe_distances
+from fsdp_inspect.simulation.buckets import measure_buckets
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventFlag, EventKind
 from fsdp_inspect.trace.run import RunSource
@@ -103,6 +104,17 @@ def test_distances_are_those_of_the_gathers_that_ran(folder: Path, name: str) ->
     assert distances.longest_prefetch is not None
     assert distances.longest_prefetch > 0
     assert describe_distances(distances)[0].endswith("(prefetch_bucket_size: 60,000).")
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3-kept"])
+def test_the_messages_of_zero_3_are_those_that_the_simulation_makes(
+    folder: Path, name: str
+) -> None:
+    run = open_run(folder / name)
+    work = measure_buckets(run)  # refuses other messages
+    size = sum(each.message_bytes for each in work.simulate(work.recorded).buckets)
+    own = run.events(0, steps=[LAST_STEP], kinds=sorted(COLLECTIVES))
+    assert size == own.bytes[own.unit != NO_UNIT].sum()
 
 
 def exposed_of(run: RunSource, rank: int, step: int) -> int:

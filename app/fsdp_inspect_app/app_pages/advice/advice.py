@@ -209,11 +209,12 @@ def _ask_dtypes() -> bool:
 def _show_refusal(advice: Advice, manifest: RunManifest) -> None:
     traits = manifest.sharder_traits
     title = "This run cannot be simulated"
-    if traits.has_buckets:
-        title = f"{traits.title} has buckets instead of a plan"
+    if traits.has_messages:
+        what = "buckets" if traits.has_buckets else "messages"
+        title = f"{traits.title} has {what} instead of a plan"
     with show_card(title, key="refusal"):
         show_text(plain(advice.refusal or ""))
-        if traits.has_buckets:
+        if traits.has_messages:
             page_link("what_if")
         show_why_not_simulated(manifest)
 

@@ -21,7 +21,7 @@ from fsdp_inspect.result_types import (
 from fsdp_inspect.simulation.buckets import (
     BucketChanges,
     BucketStep,
-    BucketWork,
+    MessageWork,
     SimulatedBucket,
     change_buckets,
     measure_buckets,
@@ -56,8 +56,8 @@ def prepare(run: RunSource) -> PreparedRun:
     return PreparedRun(work, replayed, plan)
 
 
-def prepare_buckets(run: RunSource) -> BucketWork:
-    """Measure the recorded buckets of a run; raises as `prepare`."""
+def prepare_buckets(run: RunSource) -> MessageWork:
+    """Measure the recorded buckets or messages of a run; raises as `prepare`."""
     work = measure_buckets(run)
     change_buckets(work, BucketChanges())
     return work

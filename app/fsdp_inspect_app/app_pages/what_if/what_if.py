@@ -27,7 +27,7 @@ from fsdp_inspect.result_types import (
     RunManifest,
     Simulation,
 )
-from fsdp_inspect.simulation.buckets import BucketWork, change_buckets
+from fsdp_inspect.simulation.buckets import BucketWork, MessageWork, change_buckets
 from fsdp_inspect.simulation.scenario import resolve_plan
 from fsdp_inspect.simulation.simulate import UNITS_OF_PLAN
 from fsdp_inspect_app import loading
@@ -53,6 +53,7 @@ from fsdp_inspect_app.cards import (
     show_headline,
     show_note,
     show_table_button,
+    show_table_card,
     show_text,
     show_tiles,
 )
@@ -92,7 +93,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     """Show the headline, the settings, and the predicted step."""
     show_run_header(run.manifest, run.summary())
     try:
-        if run.manifest.sharder_traits.has_buckets:
+        if run.manifest.sharder_traits.has_messages:
             _show_buckets(entry, loading.result_of(entry, prepare_buckets))
         else:
             _show_prepared(entry, run, loading.result_of(entry, prepare))
@@ -382,18 +383,19 @@ def _command(
     return f"{network} --plan {PLAN_FILE}"
 
 
-# --- buckets of DDP and ZeRO
+# --- messages of DDP and ZeRO
 
 
 @st.fragment
 @sheet_section("buckets")
-def _show_buckets(entry: RunEntry, work: BucketWork) -> None:
-    """Show the settings of the buckets and the predicted step, as `_show_prepared` does."""
+def _show_buckets(entry: RunEntry, work: MessageWork) -> None:
+    """Show the settings of the messages and the predicted step, as `_show_prepared` does."""
     answer = st.container(key="pinned-answer")
+    what = work.settings.what.capitalize()
     left, right = st.columns([2, 5], gap="medium")
     of_buckets, recorded = knobs_of_buckets(work.settings), recorded_buckets(work.settings)
     knobs = (*of_buckets, *KNOBS_OF_LINK)
-    with left, show_card("Buckets and network", key="knobs"):
+    with left, show_card(f"{what} and network", key="knobs"):
         texts = {knob.name: show_knob(knob, recorded.get(knob.name)) for knob in knobs}
         chosen = {name: text for name, text in texts.items() if text is not None}
         _show_reset(chosen, knobs)
@@ -413,33 +415,38 @@ def _show_buckets(entry: RunEntry, work: BucketWork) -> None:
                 Tile(
                     "Predicted waits",
                     format_ns(after.exposed_ns),
-                    f"recorded buckets, simulated: {format_ns(before.exposed_ns)}",
-                    "Predicted waits for all-reduces of buckets in a step.",
+                    f"recorded {work.settings.what}, simulated: {format_ns(before.exposed_ns)}",
+                    "Predicted waits for these messages in a step.",
                 ),
-                Tile("Buckets", str(len(after.buckets)), f"recorded: {len(before.buckets)}"),
+                Tile(what, str(len(after.buckets)), f"recorded: {len(before.buckets)}"),
                 _tile_of_check(found.replay_error, before.step_time_ns, found.recorded_step_ns),
             ]
         )
     with right:
         show_caveats(found.caveats)
-        show_chart_card(
-            "One backward with its buckets",
-            draw_backwards([("recorded", before), ("predicted", after)], work.computes_ns),
-            frame_of(found.TABLE, found.rows()),
-            key="buckets",
-            alt=f"{len(before.buckets)} recorded and {len(after.buckets)} predicted buckets of one "
-            "backward on one axis",
-            note="Both are simulated. Hatching marks the waits of backward. The table has the "
-            "predicted buckets. The rest of the step stays as recorded, so it is not drawn.",
-        )
+        frame = frame_of(found.TABLE, found.rows())
+        if isinstance(work, BucketWork):
+            show_chart_card(
+                "One backward with its buckets",
+                draw_backwards([("recorded", before), ("predicted", after)], work.computes_ns),
+                frame,
+                key="buckets",
+                alt=f"{len(before.buckets)} recorded and {len(after.buckets)} predicted buckets of "
+                "one backward on one axis",
+                note="Both are simulated. Hatching marks the waits of backward. The table has the "
+                "predicted buckets. The rest of the step stays as recorded, so it is not drawn.",
+            )
+        else:
+            alt = f"{what} of {work.settings.period}, one row each"
+            show_table_card(found.TABLE.title, frame, key="buckets", alt=alt)
         with show_card("Export", key="keep"):
             if found.settings.snippet:
                 show_code(found.settings.snippet, key="snippet", language="python")
             show_note("The same numbers in a terminal:")
             show_code(command_of(str(entry.path), chosen, knobs), key="simulate")
             show_note(
-                "There is no prediction file: it holds a plan of units, and buckets have none\\. "
-                "Record a run with these buckets, and compare both runs\\."
+                "There is no prediction file: it holds a plan of units, and these settings are "
+                "none\\. Record a run with them, and compare both runs\\."
             )
             page_link("compare")
     with show_fold("Prediction, self-check and assumptions", key="reasons"):
