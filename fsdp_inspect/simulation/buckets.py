@@ -753,7 +753,7 @@ def _is_whole(uses: UseOrder, num_parameters: int) -> bool:
 def _own(events: EventTable, kinds: Iterable[int]) -> EventTable:
     """The events of units of some kinds, in the order of their issue."""
     found = events.where(np.isin(events.kind, list(kinds)) & (events.unit != NO_UNIT))
-    return found.where(np.argsort(found.issue_ns, kind="stable"))
+    return found.where(np.lexsort((found.sequence, found.issue_ns)))
 
 
 def _rows_of(uses: UseOrder) -> list[int]:

@@ -85,13 +85,15 @@ class Zero3(Zero[ModuleHandle]):
         owned = [each for handle in self.units for each in handle.parameters]
         numbers = {int(each.ds_id): number for number, each in enumerate(owned)}
         units = {handle.module: unit for unit, handle in enumerate(self.units)}
+        used = {each: deepspeed_zero.gathered_by(each) for each in modules}
+        if not {own for each in used.values() for own in each} <= numbers.keys():
+            return  # the units lack a parameter that was added later
         self.uses = UseOrder(
             modules=[
                 ModuleUse(
-                    unit=units.get(each, NO_UNIT),
-                    parameters=[numbers[own] for own in deepspeed_zero.gathered_by(each)],
+                    unit=units.get(each, NO_UNIT), parameters=[numbers[own] for own in gathered]
                 )
-                for each in modules
+                for each, gathered in used.items()
             ],
             events=[
                 (event, numbers[number] if event == UseEvent.GRADIENT else number, ns)

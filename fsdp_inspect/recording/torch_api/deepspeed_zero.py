@@ -318,8 +318,9 @@ def find_module_handles(prefix: str, engine: Any) -> list[ModuleHandle]:
 def gathered_by(module: Any) -> list[int]:
     """DeepSpeed's numbers of the parameters that it gathers for a module, in its order."""
     is_leaf = bool(getattr(module, "_z3_leaf", False))
-    own = dict((*module.named_parameters(recurse=is_leaf), *module.ds_external_parameters()))
-    return sorted({int(each.ds_id) for each in own.values()})
+    external: Any = getattr(module, "ds_external_parameters", tuple)()
+    own = (each for _, each in (*module.named_parameters(recurse=is_leaf), *external))
+    return sorted({int(each.ds_id) for each in own if hasattr(each, "ds_id")})
 
 
 def _gathering_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, bool]]:

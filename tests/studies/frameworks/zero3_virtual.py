@@ -409,10 +409,10 @@ def write(path: Path) -> None:
 
 
 def _seen(run: InMemoryRun) -> list[tuple[int, int, int]]:
-    """The recorded messages of units in the last step, in order: issue, kind, bytes."""
+    """The recorded messages of units in the last step, in order: number, kind, bytes."""
     events = run.events(0, steps=[NUM_STEPS - 1], kinds=[int(kind) for kind in MESSAGES])
     events = events.where(events.unit >= 0)
-    rows = zip(events.issue_ns.tolist(), events.kind.tolist(), events.bytes.tolist(), strict=True)
+    rows = zip(events.sequence.tolist(), events.kind.tolist(), events.bytes.tolist(), strict=True)
     return sorted(rows, key=itemgetter(0))
 
 
