@@ -344,7 +344,7 @@ def _maybe_faster(scorer: PlanScorer, search: Search, target: Choice) -> Iterato
     what = say_changes(best, is_fsdp1=scorer.space.plan.fsdp1 is not None)
     yield (
         f"Perhaps faster: {what}. The step takes {low} to {high}, depending on the "
-        "latency, which the run does not show. Measure it with `python -m fsdp_inspect.probe`, "
+        "latency, which the run does not show. Measure it (`python -m fsdp_inspect.probe --help`), "
         "or run the plan."
     )
 

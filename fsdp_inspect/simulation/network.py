@@ -313,10 +313,10 @@ def _assume_latency(name: str, line: CostLine, bounds: LineBounds) -> str:
         latency = format_ns(line.latency_ns)
         extent = "" if least == most else f", {between}"
         return f"The latency of {name} is {latency}{extent}, from {line.source}."
-    remedy = "`python -m fsdp_inspect.probe` measures the latency."
+    remedy = "The network probe measures the latency: `python -m fsdp_inspect.probe --help`."
     if line.missing:
         why = f"{why} {line.missing}"
-        remedy = "Run `python -m fsdp_inspect.probe` again while the machines are idle."
+        remedy = "Probe the network again while the machines are idle."
     return (
         f"The latency of {name} is unknown, {between}. {why} The prediction uses the middle of "
         f"this range, and its interval covers both ends. {remedy}"

@@ -110,7 +110,7 @@ def test_on_a_blocking_backend_the_verdict_says_so():
         table.method[collective] = Method.HOST_BLOCKING
     digest = measure_summary(replace(run, event_tables=blocking))
     assert digest.provenance.blocks_host
-    assert "no plan hides them" in digest.verdict.why
+    assert "Fewer or smaller collectives make the waits shorter" in digest.verdict.why
 
 
 @pytest.mark.parametrize(

@@ -398,10 +398,7 @@ def test_backward_gathers_below_two_percent_are_not_worth_naming():
 def test_on_a_blocking_backend_exposure_is_called_a_property_of_the_backend():
     verdict = give_verdict(facts(exposed_ns=60 * MS, blocks_host=True, backend="gloo"))
     assert "block the host on gloo" in verdict.why
-    assert (
-        "no plan hides them: fewer or smaller collectives only make the waits shorter."
-        in verdict.why
-    )
+    assert "Fewer or smaller collectives make the waits shorter." in verdict.why
     assert any("on GPUs" in step for step in verdict.next_steps)
 
 

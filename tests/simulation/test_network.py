@@ -185,7 +185,7 @@ def test_a_probe_that_scatters_too_much_says_so_and_leaves_the_latency_unknown()
         "The latency of all-gather is unknown, between 0 ns and 10.0 ms. There is o"
     )
     assert "The network probe of the run does not show it either: The " in assumption
-    assert "Run `python -m fsdp_inspect.probe` again while the machines are idle." in assumption
+    assert "Probe the network again while the machines are idle." in assumption
 
 
 def test_a_probe_of_another_group_is_ignored():

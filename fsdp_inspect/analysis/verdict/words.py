@@ -525,8 +525,8 @@ def _phrase_communication(facts: StepFacts) -> Words:
     why = [_phrase_kinds(facts), causes, _phrase_most_exposed(facts)]
     if facts.blocks_host:
         why.append(
-            f"By default, collectives block the host on {facts.backend}, so no plan hides them: "
-            "fewer or smaller collectives only make the waits shorter."
+            f"By default, collectives block the host on {facts.backend}. Fewer or smaller "
+            "collectives make the waits shorter."
         )
     elif facts.floor_ns and not facts.causes_ns and not facts.is_unwrapped:
         why.append(
