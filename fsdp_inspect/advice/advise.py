@@ -207,6 +207,7 @@ def _on_run(finding: Finding, run: str) -> Finding:
     return replace(
         finding,
         do=tuple(name_run(step, run) for step in finding.do),
+        effect=replace(finding.effect, sentence=name_run(finding.effect.sentence, run)),
         verify=name_run(finding.verify, run),
     )
 

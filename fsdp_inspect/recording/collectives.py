@@ -8,7 +8,6 @@ isinstance checks and later calls of the setters therefore still work.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -333,9 +332,6 @@ def run_plain(
 ) -> Any:
     """Run a collective of a plain step, which only the black box notes.
 
-    It is one function, because each function costs several µs: see [Note: Cold code] in
-    `unit_timing`.
-
     Args:
         session: The recording.
         number: Its number in the black box; 0: none.
@@ -346,15 +342,7 @@ def run_plain(
     Returns:
         The result of `original`.
     """
-    depths, thread = session.depths, get_ident()
-    depth = depths.get(thread, 0)
-    depths[thread] = depth + 1
-    try:
-        result = original(*args, **kwargs)
-    finally:
-        depths[thread] = depth
-    if session.tracker is not None and depth == 0 and not session.is_background():
-        session.tracker.collective_ended(is_blocking=result is None)
+    result = run_inside_collective(session, original, *args, **kwargs)
     box = session.black_box
     if not number or box is None:
         return result
@@ -481,30 +469,16 @@ def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) ->
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
+        tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
+        named = {**tensors, "group": group, "async_op": async_op}
         if not session.detail:
             number = hooks.before_plain(_ALL_GATHER, output_tensor, group)
-            return run_plain(
-                session,
-                number,
-                original,
-                self,
-                output_tensor=output_tensor,
-                input_tensor=input_tensor,
-                group=group,
-                async_op=async_op,
-            )
-        collective = partial(
-            original,
-            self,
-            output_tensor=output_tensor,
-            input_tensor=input_tensor,
-            group=group,
-            async_op=async_op,
-        )
+            return run_plain(session, number, original, self, **named)
         issue = hooks.before_collective(_ALL_GATHER, output_tensor, group)
         if issue is None:
-            return collective()
-        return hooks.after_all_gather(run_inside_collective(session, collective), issue)
+            return original(self, **named)
+        work = run_inside_collective(session, original, self, **named)
+        return hooks.after_all_gather(work, issue)
 
     def allocate(self: Any, size: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
         if not session.detail:
@@ -530,32 +504,15 @@ def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks
         op: Any,
         async_op: bool = False,
     ) -> Any:
+        tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
+        named = {**tensors, "group": group, "op": op, "async_op": async_op}
         if not session.detail:
             number = hooks.before_plain(_REDUCE_SCATTER, input_tensor, group)
-            return run_plain(
-                session,
-                number,
-                original,
-                self,
-                output_tensor=output_tensor,
-                input_tensor=input_tensor,
-                group=group,
-                op=op,
-                async_op=async_op,
-            )
-        collective = partial(
-            original,
-            self,
-            output_tensor=output_tensor,
-            input_tensor=input_tensor,
-            group=group,
-            op=op,
-            async_op=async_op,
-        )
+            return run_plain(session, number, original, self, **named)
         issue = hooks.before_collective(_REDUCE_SCATTER, input_tensor, group)
         if issue is None:
-            return collective()
-        work = run_inside_collective(session, collective)
+            return original(self, **named)
+        work = run_inside_collective(session, original, self, **named)
         hooks.after_reduce_scatter(issue)
         return work
 
@@ -571,13 +528,15 @@ def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks
     return _like(inner, {"__call__": call, "allocate": allocate})
 
 
-def run_inside_collective(session: Session, collective: Callable[[], Any]) -> Any:
+def run_inside_collective(
+    session: Session, collective: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Call a collective without recording the inner collectives that it issues."""
     depths, thread = session.depths, get_ident()
     depth = depths.get(thread, 0)
     depths[thread] = depth + 1
     try:
-        result = collective()
+        result = collective(*args, **kwargs)
     finally:
         depths[thread] = depth
     if session.tracker is not None and depth == 0 and not session.is_background():

@@ -62,6 +62,7 @@ _BACKWARD_START, _BACKWARD_END = MemoryPoint.BACKWARD_START, MemoryPoint.BACKWAR
 _ASYNC, _PREFETCHED = int(EventFlag.ASYNC), int(EventFlag.PREFETCHED)
 _RECOMPUTE, _NO_GRAD = int(EventFlag.RECOMPUTE), int(EventFlag.NO_GRAD)
 _is_grad_enabled = torch.is_grad_enabled
+_UNKNOWN = (-1, 0, 0)
 
 
 class Reductions:
@@ -133,10 +134,9 @@ class UnitTimer:
         self._backward_start: Any = None
         self._backward_flags = 0
         self._outer_hooks: list[int] = []
-        self._known: dict[tuple[int, int], tuple[int, int, int]] = {}
-        """For each kind of collective and id of its group in a plain step: its bytes, the code of
-        its dtype, and the number of the line that issues it in a forward. FSDP never changes them,
-        and an attribute of a tensor takes 12 µs with cold caches."""
+        self._known: dict[int, tuple[int, int, int]] = {}
+        """For each kind of collective in the last plain step: its bytes, the code of its dtype, and
+        the number of the line that issues it in a forward."""
         self.has_run = False
         """Whether a forward of it was seen."""
         self.is_outermost = False
@@ -174,13 +174,13 @@ class UnitTimer:
             return 0
         begun = session.clock.host_now() if session.times_plain else 0
         try:
-            known = self._known.get((kind, id(group)))
-            if known is None:
-                with without_functions():
-                    num_bytes, (dtype, _) = message.nbytes, code_and_size(message.dtype)
-                known = num_bytes, dtype, session.places.last_of(self.index)
-                self._known[kind, id(group)] = known
-            num_bytes, dtype, place = known
+            with without_functions():
+                num_bytes = message.nbytes
+            known_bytes, dtype, place = self._known.get(kind, _UNKNOWN)
+            if known_bytes != num_bytes:
+                place = session.places.last_of(self.index)
+                dtype, _ = code_and_size(message.dtype)
+                self._known[kind] = num_bytes, dtype, place
             number = box.issue(
                 kind,
                 self.index,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from fsdp_inspect import Recorder
@@ -20,8 +22,10 @@ from fsdp_inspect.recording.overhead import (
     period_of,
     read_overhead,
 )
+from fsdp_inspect.recording.unit_timing import UnitTimer
 from fsdp_inspect.statistics import compare_blocks
 from fsdp_inspect.store.folder import ask_for_detail, ask_for_profile
+from fsdp_inspect.trace.codes import EventKind
 from tests.cases import examples
 
 STEP_NS = 10_000_000
@@ -227,6 +231,23 @@ def test_a_step_that_needs_detail_has_it(tmp_path: Path) -> None:
     control = _control(tmp_path)
     plain = next(step for step in range(100) if not control.choose(step, needs_detail=False))
     assert control.choose(plain, needs_detail=True)
+
+
+def test_a_plain_collective_is_noted_with_its_own_size() -> None:
+    """FSDP1 gathers full precision in an evaluation; a rank that does so alone must differ."""
+    noted: list[int] = []
+
+    def issue(*entry: Any) -> int:
+        noted.append(entry[3])
+        return len(noted)
+
+    session = MagicMock(active=True, times_plain=False, in_backward=False)
+    session.black_box.issue = issue
+    timer = UnitTimer(session, MagicMock(), 0, MagicMock())
+    for size in (8, 8, 16, 8):
+        timer.before_plain(EventKind.ALL_GATHER, torch.zeros(size), MagicMock())
+    assert noted == [32, 32, 64, 32]
+    session.fail.assert_not_called()
 
 
 def test_the_notes_of_the_first_plain_step_of_a_block_are_timed(tmp_path: Path) -> None:

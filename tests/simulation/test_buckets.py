@@ -174,9 +174,11 @@ def test_advice_recommends_the_simulated_size_or_says_why_there_is_none() -> Non
     texts = [each.effect.sentence for each in advice.findings]
     assert not any("not simulated" in text for text in texts)
 
-    hidden = advise_run(run_of(assign(BLOCKS, 2.0), per_byte=8.0), AdviceRequest())
+    request = AdviceRequest(run_name="runs/one")
+    hidden = advise_run(run_of(assign(BLOCKS, 2.0), per_byte=8.0), request)
     assert hidden.refusal is not None
     assert hidden.refusal.startswith("None of 10 simulated sizes of the buckets saves time")
+    assert not any("RUN" in each.effect.sentence for each in hidden.findings)
 
 
 def test_other_runs_are_refused_with_the_reason() -> None:
