@@ -71,7 +71,7 @@ from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharding_calls import read_noted_calls
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.surveillance import Surveillance
-from fsdp_inspect.recording.torch_api.overrides import unseen
+from fsdp_inspect.recording.torch_api.overrides import call_unseen, unseen
 from fsdp_inspect.recording.torch_api.process_groups import StoreClient
 from fsdp_inspect.recording.trackers.feed import TrackerFeed, page_of
 from fsdp_inspect.recording.trackers.libraries import TrackedRun
@@ -724,7 +724,7 @@ class Attachment:
             return
         begun = session.clock.host_now() if session.times_plain else 0
         try:
-            unseen(action)()
+            call_unseen(action)
         except Exception as error:
             session.fail(error)
         session.count_plain(begun)

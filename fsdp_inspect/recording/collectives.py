@@ -21,6 +21,8 @@ from fsdp_inspect.recording.journal import (
     host_ns_of,
     later_of,
 )
+from fsdp_inspect.recording.torch_api.overrides import without_functions
+from fsdp_inspect.recording.units import code_and_size
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
     WAIT_OF,
@@ -343,9 +345,16 @@ def run_plain(
         The result of `original`.
     """
     result = run_inside_collective(session, original, *args, **kwargs)
+    if number:
+        end_plain(session, number, result)
+    return result
+
+
+def end_plain(session: Session, number: int, result: Any) -> None:
+    """Note in the black box that a collective of a plain step has returned `result`."""
     box = session.black_box
-    if not number or box is None:
-        return result
+    if box is None:
+        return
     try:
         now = session.clock.host_now()
         if result is None and session.on_host:
@@ -359,7 +368,53 @@ def run_plain(
             session.count_plain(now)
     except Exception as error:
         session.fail(error)
-    return result
+
+
+def plain_note(
+    session: Session, kind: int, unit: int
+) -> Callable[[torch.Tensor, dist.ProcessGroup], int]:
+    """Return a function that notes a collective of a unit in a plain step, before it is issued.
+
+    It takes the message and the group, and returns the number in the black box; 0: it noted none.
+    It keeps the size and dtype of the last message, and the line that issues it in a forward. It is
+    one function for all of that: see [Note: Cold code] in `unit_timing`.
+    """
+    box, now = session.black_box, session.clock.host_now
+    known_bytes, dtype, place = -1, 0, 0
+
+    def note(message: torch.Tensor, group: dist.ProcessGroup) -> int:
+        nonlocal known_bytes, dtype, place
+        if box is None or not session.active:
+            return 0
+        begun = now() if session.times_plain else 0
+        try:
+            with without_functions():
+                num_bytes = message.nbytes
+            if known_bytes != num_bytes:
+                place = session.places.last_of(unit)
+                dtype, _ = code_and_size(message.dtype)
+                known_bytes = num_bytes
+            session.has_issued = True
+            number = box.issue(
+                kind,
+                unit,
+                group,
+                num_bytes,
+                dtype,
+                session.phase,
+                session.step,
+                session.microbatch,
+                session.backward_place if session.in_backward else place,
+                0 if session.is_compared else 2,
+            )
+            if begun:
+                session.plain_ns += now() - begun
+            return number
+        except Exception as error:
+            session.fail(error)
+            return 0
+
+    return note
 
 
 class TimedWork(dist.Work):
@@ -439,8 +494,8 @@ class CollectiveHooks(Protocol):
     ) -> Issue | None:
         """Note a collective that is issued next; None: the recording is inactive."""
 
-    def before_plain(self, kind: int, message: torch.Tensor, group: dist.ProcessGroup) -> int:
-        """Note a collective of a plain step that is issued next; returns its number, or 0."""
+    def plain_note(self, kind: int) -> Callable[[torch.Tensor, dist.ProcessGroup], int]:
+        """The function that notes a collective of a plain step; see `plain_note`."""
 
     def after_all_gather(self, work: Any, issue: Issue) -> Any:
         """Record an all-gather that returned `work`; returns the handle to wait for."""
@@ -459,7 +514,7 @@ class CollectiveHooks(Protocol):
 
 
 def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) -> Any:
-    """Return an all-gather object like `inner` whose calls `hooks` times."""
+    """Return an all-gather object like `inner` whose calls `hooks` times; see `choose_detail`."""
     original, original_allocate = type(inner).__call__, type(inner).allocate
 
     def call(
@@ -471,9 +526,6 @@ def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) ->
     ) -> Any:
         tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
         named = {**tensors, "group": group, "async_op": async_op}
-        if not session.detail:
-            number = hooks.before_plain(_ALL_GATHER, output_tensor, group)
-            return run_plain(session, number, original, self, **named)
         issue = hooks.before_collective(_ALL_GATHER, output_tensor, group)
         if issue is None:
             return original(self, **named)
@@ -489,11 +541,13 @@ def recorded_all_gather(inner: Any, session: Session, hooks: CollectiveHooks) ->
             hooks.gather_allocated(buffer)
         return buffer
 
-    return _like(inner, {"__call__": call, "allocate": allocate})
+    plain = _plain_call(session, original, hooks.plain_note(_ALL_GATHER), is_input=False)
+    detailed = {"__call__": call, "allocate": allocate}
+    return _like(inner, {"__call__": plain}, detailed, is_detailed=session.wants_detail)
 
 
 def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks) -> Any:
-    """Return a reduce-scatter object like `inner` whose calls `hooks` times."""
+    """Return a reduce-scatter like `inner` whose calls `hooks` times; see `choose_detail`."""
     original, original_allocate = type(inner).__call__, type(inner).allocate
 
     def call(
@@ -506,9 +560,6 @@ def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks
     ) -> Any:
         tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
         named = {**tensors, "group": group, "op": op, "async_op": async_op}
-        if not session.detail:
-            number = hooks.before_plain(_REDUCE_SCATTER, input_tensor, group)
-            return run_plain(session, number, original, self, **named)
         issue = hooks.before_collective(_REDUCE_SCATTER, input_tensor, group)
         if issue is None:
             return original(self, **named)
@@ -525,7 +576,51 @@ def recorded_reduce_scatter(inner: Any, session: Session, hooks: CollectiveHooks
             hooks.reduce_allocated(buffer)
         return buffer
 
-    return _like(inner, {"__call__": call, "allocate": allocate})
+    plain = _plain_call(session, original, hooks.plain_note(_REDUCE_SCATTER), is_input=True)
+    detailed = {"__call__": call, "allocate": allocate}
+    return _like(inner, {"__call__": plain}, detailed, is_detailed=session.wants_detail)
+
+
+def _plain_call(
+    session: Session,
+    original: Callable[..., Any],
+    note: Callable[[torch.Tensor, dist.ProcessGroup], int],
+    *,
+    is_input: bool,
+) -> Callable[..., Any]:
+    """The call of a communication object in plain steps.
+
+    Args:
+        session: The recording.
+        original: Issues the collective.
+        note: Notes it before it is issued; see `plain_note`.
+        is_input: Whether its message is the input; otherwise the output.
+    """
+    depths, box, now = session.depths, session.black_box, session.clock.host_now
+    finish = box.finish if box is not None and session.on_host else None
+
+    def call(
+        self: Any,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        **named: Any,
+    ) -> Any:
+        number = note(input_tensor if is_input else output_tensor, group)
+        thread = get_ident()
+        depth = depths.get(thread, 0)
+        depths[thread] = depth + 1  # the inner collectives are not noted
+        try:
+            result = original(self, output_tensor, input_tensor, group, **named)
+        finally:
+            depths[thread] = depth
+        if number and result is None and finish is not None:
+            finish(number, now())
+        elif number:
+            end_plain(session, number, result)
+        return result
+
+    return call
 
 
 def run_inside_collective(
@@ -555,11 +650,25 @@ def unrecorded(comm: Any) -> Any:
     return type(comm)._fsdp_inspect_inner
 
 
-def _like(inner: Any, methods: dict[str, Any]) -> Any:
-    """An instance of a subclass of `inner`'s class that shares `inner`'s attributes."""
+def choose_detail(comm: Any, *, is_detailed: bool) -> None:
+    """Let a recorder's communication object work as a detailed or as a plain step needs."""
+    comm.__class__ = type(comm)._fsdp_inspect_classes[is_detailed]
+
+
+def _like(inner: Any, plain: dict[str, Any], detailed: dict[str, Any], *, is_detailed: bool) -> Any:
+    """An instance of a subclass of `inner`'s class that shares `inner`'s attributes.
+
+    Args:
+        inner: The original object.
+        plain: The methods in plain steps.
+        detailed: The methods in detailed steps.
+        is_detailed: Whether a detailed step runs.
+    """
     base = type(inner)
-    recorded = type(base.__name__, (base,), {**methods, "_fsdp_inspect_inner": inner})
-    comm: Any = object.__new__(recorded)
+    classes: list[Any] = []
+    common = {"_fsdp_inspect_inner": inner, "_fsdp_inspect_classes": classes}
+    classes += (type(base.__name__, (base,), {**each, **common}) for each in (plain, detailed))
+    comm: Any = object.__new__(classes[is_detailed])
     comm.__dict__ = inner.__dict__
     return comm
 

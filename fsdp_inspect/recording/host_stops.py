@@ -1,8 +1,8 @@
 """Count the calls that read values of tensors, collect garbage or compile, by line.
 
 On a device such a read waits for all work before it. On a CPU it only takes the time of the call.
-Methods of `torch.Tensor` are wrapped while a recorder is attached. In plain steps a wrap only calls
-the original. In detailed steps each of the first reads costs some µs more.
+Methods of `torch.Tensor` are wrapped in detailed steps, in which each of the first reads costs some
+µs more.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class Counting(Protocol):
 
     active: bool
     detail: bool
+    wants_detail: bool
     step: int
     phase: Phase
     in_backward: bool
@@ -132,10 +133,18 @@ class StopCounter:
         """Count from now on. Under torch.compile, `wraps` is False: its code has no such calls."""
         _, self._last_compilation = read_compilations(None)
         self._sees_reads = wraps
-        if not wraps:
-            return
-        self._clock_ns = _time_nothing()
-        patches.on_undo(self._reads.undo)
+        if wraps:
+            self._clock_ns = _time_nothing()
+            patches.on_undo(self._reads.undo)
+            self.choose_detail(is_detailed=self._session.wants_detail)
+
+    def choose_detail(self, *, is_detailed: bool) -> None:
+        """Wrap the reads in detailed steps only, and only until they are known well enough."""
+        self._reads.undo()
+        if is_detailed and self._sees_reads and self._num_busy < _ENOUGH_BUSY:
+            self._wrap_reads()
+
+    def _wrap_reads(self) -> None:
         reads = self._reads
         for name, what in (_READS | (_OF_DEVICE if self._on_device else {})).items():
             wrap = self._wrap(getattr(torch.Tensor, name), what, self._counts_read)

@@ -91,6 +91,7 @@ class Instruments:
         """Begin a detailed or a plain step; see `Session.choose_detail`."""
         self._session.choose_detail(is_detailed)
         self._units.choose_detail(is_detailed)
+        self.stops.choose_detail(is_detailed=is_detailed)
 
     def end_step(self) -> None:
         """Close open events after a step, and reinstall hooks that other code replaced."""

@@ -19,7 +19,7 @@ import torch
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.tensors import describe_tensors
 from fsdp_inspect.recording.torch_api.dispatch import tree_leaves
-from fsdp_inspect.recording.torch_api.overrides import unseen
+from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
     EventFlag,
@@ -201,7 +201,7 @@ class MemoryProbe:
             return
         self._inputs_step = session.step
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
-        session.inputs = unseen(describe_tensors)(leaves)
+        session.inputs = call_unseen(describe_tensors, leaves)
         self._name(leaves, MemoryCategory.INPUT, NO_UNIT)
 
     def unsharded(self, handle: UnitHandle, unit: int) -> None:

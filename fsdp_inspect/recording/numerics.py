@@ -16,7 +16,7 @@ import torch
 
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.tensors import local_values, tensors_in
-from fsdp_inspect.recording.torch_api.overrides import unseen
+from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.numerics import (
     NumericsStep,
@@ -109,7 +109,7 @@ class StepObserver:
     def _guarded(self, look: Callable[[], None]) -> None:
         if self.problem is None:
             try:
-                unseen(look)()
+                call_unseen(look)
             except Exception as error:  # such as out of memory; the training continues
                 raise_if_of_signal(error)
                 self.problem = error

@@ -56,7 +56,9 @@ class Position:
         "execution_known",
         "execution_order",
         "explicit_steps",
+        "forward_ends",
         "graph_units",
+        "has_issued",
         "hook_unit",
         "in_backward",
         "in_outer_optimizer",
@@ -64,6 +66,7 @@ class Position:
         "inputs",
         "is_memory_step",
         "last_ended_pass",
+        "last_unit",
         "loader_ended_ns",
         "loader_ended_step",
         "loss_dtype",
@@ -118,6 +121,13 @@ class Position:
         self.graph_units = set[int]()
         """The units of this order whose forward kept a graph."""
         self.execution_known = False
+        self.forward_ends = set[int]()
+        """Units that began or ended a forward of the model, and outermost units of forwards without
+        gradients: plain steps need their hooks."""
+        self.last_unit = NO_UNIT
+        """The unit whose forward ended last."""
+        self.has_issued = False
+        """Whether a collective of a unit was noted in this plain step: a unit has run."""
         self.depths: dict[int, int] = {}
         """The recorded collectives that each thread is inside of, by its identifier."""
         self.num_collectives = 0
@@ -211,7 +221,6 @@ class Session(Position):
         "_is_paused",
         "_last_forward_end",
         "_reference_passes",
-        "_wants_detail",
         "active",
         "append",
         "backward_place",
@@ -232,6 +241,7 @@ class Session(Position):
         "process_groups",
         "source",
         "tracker",
+        "wants_detail",
     )
 
     def __init__(
@@ -265,8 +275,9 @@ class Session(Position):
         self.active = True
         """False after detach, after an internal error and during a pause: hooks then only call
         the original functions."""
-        self.detail = self._wants_detail = True
-        """Whether rows of units and collectives are written; see `choose_detail`."""
+        self.detail = self.wants_detail = True
+        """Whether rows of units and collectives are written, and whether they are in this step; see
+        `choose_detail`."""
         self._is_paused = False
         self.problems: list[str] = []
         self.tracker: StorageTracker | None = None
@@ -296,7 +307,7 @@ class Session(Position):
             frames: That stack, the innermost frame first. In a plain step, in which hooks do not
                 note the units, it shows the module that runs in a forward.
         """
-        if self._wants_detail:
+        if self.wants_detail:
             return self.issuing_unit(), int(self.phase)
         modules = (self.unit_of.get(id(frame.f_locals.get("self"))) for frame in frames)
         unit = next((unit for unit in modules if unit is not None), NO_UNIT)
@@ -467,7 +478,7 @@ class Session(Position):
         self.open_step()
         self._close_forward(self._last_forward_end)
         self._close_evaluation()
-        flags = 0 if self._wants_detail else _PLAIN_STEP
+        flags = 0 if self.wants_detail else _PLAIN_STEP
         self.add(EventKind.STEP, self.step_start, end, phase=Phase.OUTSIDE, flags=flags)
         self.step_start = end
         self.step += 1
@@ -475,7 +486,7 @@ class Session(Position):
         self.phase = Phase.OUTSIDE
         self.open_units.clear()
         self.hook_unit = NO_UNIT
-        self.in_backward = self._has_trained = False
+        self.in_backward = self._has_trained = self.has_issued = False
         self._reference_passes.end_step()
         self.execution_known = self.execution_known or bool(self.execution_order)
         self.journal.drain()
@@ -496,6 +507,8 @@ class Session(Position):
         self.training_thread = threading.get_ident()
         if self.step_start is None:
             self.open_step()
+        if not (grad_enabled or self.open_units):
+            self.forward_ends.add(key[0])
         if not grad_enabled and not self._is_in_step(key):
             self.phase = _EVALUATION
             begin = self._evaluation[0] if self._evaluation else mark
@@ -505,6 +518,7 @@ class Session(Position):
             self._close_evaluation()
         if self._forward_start is None:
             self._forward_start = mark
+            self.forward_ends.add(key[0])
         self.phase = _FORWARD
         self._has_trained |= grad_enabled
         return _FORWARD
@@ -517,8 +531,9 @@ class Session(Position):
         is_regular = self._reference_passes.note(key)
         return is_inside_training or (is_regular and self._evaluation is None)
 
-    def leave_forward(self, mark: Any) -> None:
+    def leave_forward(self, mark: Any, unit: int = NO_UNIT) -> None:
         """End a unit's forward."""
+        self.last_unit = unit
         if self._evaluation and self.phase is _EVALUATION:
             self._evaluation = (self._evaluation[0], mark)
             if not self.open_units:
@@ -530,6 +545,7 @@ class Session(Position):
         """Note that autograd starts: the forward, including the loss, has ended."""
         mark = self.clock.mark()
         self._close_forward(mark)
+        self._has_trained |= self.has_issued  # another unit than usual may begin a forward
         self.backward_place = self.places.find(sys._getframe(1))
         if self.places.new and self.black_box is not None:
             self.black_box.add_places(self.places.new)
@@ -547,6 +563,7 @@ class Session(Position):
 
     def _close_forward(self, end: Any) -> None:
         if self._forward_start is not None and end is not None:
+            self.forward_ends.add(self.last_unit)
             self.add(EventKind.FORWARD, self._forward_start, end, phase=Phase.FORWARD)
         self._forward_start = None
         self._last_forward_end = None
@@ -575,7 +592,7 @@ class Session(Position):
         In a plain step, hooks follow the position in the training and note each collective in the
         black box. They write the rows of the parts of the step, but none of units or collectives.
         """
-        self._wants_detail = is_detailed
+        self.wants_detail = is_detailed
         self.detail = is_detailed and self.active
 
     def stop(self) -> None:
@@ -598,7 +615,7 @@ class Session(Position):
         """Continue after `pause`; does nothing if the recording has ended."""
         if self._is_paused:
             self.active, self._is_paused = True, False
-            self.detail = self._wants_detail
+            self.detail = self.wants_detail
 
     # --- internal errors
 

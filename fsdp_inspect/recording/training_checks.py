@@ -27,7 +27,7 @@ from fsdp_inspect.recording.parameter_samples import ParameterSamples
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
-from fsdp_inspect.recording.torch_api.overrides import unseen
+from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.recording.value_watch import Recording, ValueWatch
 from fsdp_inspect.trace.correctness import LossSeen, OptimizerSeen, TrainingSeen
 
@@ -130,7 +130,7 @@ class TrainingChecks:
         if not (self._observes() if is_early else self._session.active and not self._has_failed):
             return
         try:
-            unseen(observe)()
+            call_unseen(observe)
         except Exception as error:
             raise_if_of_signal(error)
             self._is_over = self._has_failed = True
@@ -140,7 +140,8 @@ class TrainingChecks:
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe the tensors of an optimizer that is about to step."""
-        self._quietly(lambda: self._see_optimizer(optimizer))
+        if not self.is_over:
+            self._quietly(lambda: self._see_optimizer(optimizer))
         if (coverage := self._coverage) is not None:
             is_early = not coverage.is_new(optimizer)  # an optimizer may step late
             self._quietly(lambda: self._cover(coverage, optimizer), is_early=is_early)
@@ -153,9 +154,10 @@ class TrainingChecks:
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe the parameters that an optimizer has updated."""
-        if (coverage := self._coverage) is not None:
-            self._quietly(lambda: coverage.after_update(optimizer))
-        self._quietly(lambda: self._close_round(optimizer))
+        if not self.is_over:
+            if (coverage := self._coverage) is not None:
+                self._quietly(lambda: coverage.after_update(optimizer))
+            self._quietly(lambda: self._close_round(optimizer))
         self._quietly(lambda: self._close_window(optimizer), is_early=False)
         if (samples := self._samples) is not None:
             self._quietly(lambda: samples.after_update(optimizer), is_early=False)
@@ -230,12 +232,13 @@ class TrainingChecks:
     def before_backward(self, tensors: Any) -> None:
         """Keep the last batch, which a backward uses, and look at the loss it starts from."""
         self._quietly(lambda: self._values.note_loss(tensors), is_early=False)
-        if (coverage := self._coverage) is not None:
-            self._quietly(coverage.before_backward)
-        may_read = self._session.tracker is None
-        self._quietly(lambda: self._accumulation.before_backward(may_read=may_read))
-        self._quietly(self._see_backward)
-        self._quietly(self._clips.before_backward)
+        if not self.is_over:
+            if (coverage := self._coverage) is not None:
+                self._quietly(coverage.before_backward)
+            may_read = self._session.tracker is None
+            self._quietly(lambda: self._accumulation.before_backward(may_read=may_read))
+            self._quietly(self._see_backward)
+            self._quietly(self._clips.before_backward)
         self._quietly(self._windows.note_backward, is_early=False)
         self._batches.forget()
 
@@ -247,8 +250,9 @@ class TrainingChecks:
 
     def after_backward(self) -> None:
         """Observe the gradients that a backward left."""
-        self._quietly(self._accumulation.after_backward)
-        self._quietly(self._clips.after_backward)
+        if not self.is_over:
+            self._quietly(self._accumulation.after_backward)
+            self._quietly(self._clips.after_backward)
         if (samples := self._samples) is not None:
             self._quietly(samples.after_backward, is_early=False)
 

@@ -35,6 +35,7 @@ import torch
 from fsdp_inspect.recording.collectives import (
     Communication,
     Issue,
+    choose_detail,
     is_recorded,
     recorded_all_gather,
     recorded_reduce_scatter,
@@ -196,26 +197,25 @@ class UnitHooks(UnitTimer):
             "pre_backward": self._wrap_pre_backward,
             "post_backward": self._wrap_post_backward,
             "finalize_backward": self._wrap_finalize,
+            STREAM_WAIT: self._wrap_stream_wait,
         }
-        for name in WRAPPED_METHODS:
-            is_first = name not in vars(self._group)
-            wrapped = wraps[name](getattr(self._group, name))
-            patches.set_attribute(self._group, name, wrapped)
-            if is_first:
-                self._wraps[name] = wrapped
-        stream_wait = getattr(self._group, STREAM_WAIT, None)
-        if stream_wait is not None:
-            patches.set_attribute(self._group, STREAM_WAIT, self._wrap_stream_wait(stream_wait))
+        for name, wrap in wraps.items():
+            if name in WRAPPED_METHODS or hasattr(self._group, name):
+                is_first = name not in vars(self._group)
+                wrapped = wrap(getattr(self._group, name))
+                patches.set_attribute(self._group, name, wrapped)
+                if is_first:
+                    self._wraps[name] = wrapped
         patches.on_undo(self._restore_collectives)
         self.install_collectives()
+        if not self._session.wants_detail:
+            self.choose_detail(is_detailed=False)
 
     def choose_detail(self, is_detailed: bool) -> None:
-        """Install the wraps that a detailed or a plain step needs.
-
-        A plain step needs those of the units with which a forward begins, those of units that were
-        never seen to run, and those around an all-reduce of HSDP. A wrap that other code has
-        wrapped stays, and with it the wrap of the other end of the pass.
-        """
+        """Install the wraps that a detailed or a plain step needs; see `_needed_when_plain`."""
+        for comm in comms_of(self._group):
+            if is_recorded(comm):
+                choose_detail(comm, is_detailed=is_detailed)
         attributes = vars(self._group)
         if is_detailed:
             for name in self._removed:
@@ -223,16 +223,30 @@ class UnitHooks(UnitTimer):
                     setattr(self._group, name, self._wraps[name])
             self._removed.clear()
         elif not self._removed:
-            kept = set(_FORWARD_ENDS if self.is_outermost or not self.has_run else ())
-            if self._handle.replicate_group is not None:
-                kept.update(_BACKWARD_ENDS)
-            for names in (_FORWARD_ENDS, _BACKWARD_ENDS):
-                if any(attributes.get(name) is not self._wraps.get(name) for name in names):
-                    kept.update(names)
+            kept = self._needed_when_plain()
             for name, wrap in self._wraps.items():
                 if name not in kept and attributes.get(name) is wrap:
                     delattr(self._group, name)
                     self._removed.append(name)
+
+    def _needed_when_plain(self) -> set[str]:
+        """The wraps that stay in plain steps.
+
+        Needed are those of the units with which a forward begins or ends, those of units whose
+        collectives do not show that they run, and those around an all-reduce of HSDP. A wrap that
+        other code has wrapped stays, and with it the wrap of the other end of the pass.
+        """
+        attributes = vars(self._group)
+        is_end = self.index in self._session.forward_ends
+        shard_group = self._handle.shard_group
+        is_shown = self.has_run and shard_group is not None and shard_group.size() > 1
+        kept = set(() if is_shown and not is_end else _FORWARD_ENDS)
+        if self._handle.replicate_group is not None:
+            kept.update(_BACKWARD_ENDS)
+        for names in (_FORWARD_ENDS, _BACKWARD_ENDS):
+            if any(attributes.get(name) is not self._wraps.get(name) for name in names):
+                kept.update(names)
+        return kept
 
     def install_collectives(self) -> None:
         """Replace the unit's all-gather and reduce-scatter unless already replaced.

@@ -27,12 +27,12 @@ from fsdp_inspect.recording.collectives import (
     Issue,
     TimedWork,
     close_unwaited,
+    plain_note,
     run_inside_collective,
     run_plain,
     write_blocking,
 )
 from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
-from fsdp_inspect.recording.torch_api.overrides import without_functions
 from fsdp_inspect.recording.units import code_and_size
 from fsdp_inspect.trace.codes import (
     NO_UNIT,
@@ -62,7 +62,6 @@ _BACKWARD_START, _BACKWARD_END = MemoryPoint.BACKWARD_START, MemoryPoint.BACKWAR
 _ASYNC, _PREFETCHED = int(EventFlag.ASYNC), int(EventFlag.PREFETCHED)
 _RECOMPUTE, _NO_GRAD = int(EventFlag.RECOMPUTE), int(EventFlag.NO_GRAD)
 _is_grad_enabled = torch.is_grad_enabled
-_UNKNOWN = (-1, 0, 0)
 
 
 class Reductions:
@@ -134,13 +133,10 @@ class UnitTimer:
         self._backward_start: Any = None
         self._backward_flags = 0
         self._outer_hooks: list[int] = []
-        self._known: dict[int, tuple[int, int, int]] = {}
-        """For each kind of collective in the last plain step: its bytes, the code of its dtype, and
-        the number of the line that issues it in a forward."""
+        self._plain_notes: dict[int, Callable[[torch.Tensor, dist.ProcessGroup], int]] = {}
+        """For each kind of collective, the function that notes it in a plain step."""
         self.has_run = False
         """Whether a forward of it was seen."""
-        self.is_outermost = False
-        """Whether a forward of the model has begun with this unit."""
 
     # --- a hook of this unit on the host's stack
 
@@ -159,45 +155,19 @@ class UnitTimer:
     ) -> Any:
         """Run and time the unit's all-gather; returns the original result."""
         if not self._session.detail:
-            number = self.before_plain(_ALL_GATHER, output, group)
+            number = self.plain_note(_ALL_GATHER)(output, group)
             return run_plain(self._session, number, collective)
         issue = self.before_collective(_ALL_GATHER, output, group)
         if issue is None:
             return collective()
         return self.after_all_gather(run_inside_collective(self._session, collective), issue)
 
-    def before_plain(self, kind: int, message: torch.Tensor, group: dist.ProcessGroup) -> int:
-        """Note a collective of a plain step that is issued next; returns its number, or 0."""
-        session = self._session
-        box = session.black_box
-        if box is None or not session.active:
-            return 0
-        begun = session.clock.host_now() if session.times_plain else 0
-        try:
-            with without_functions():
-                num_bytes = message.nbytes
-            known_bytes, dtype, place = self._known.get(kind, _UNKNOWN)
-            if known_bytes != num_bytes:
-                place = session.places.last_of(self.index)
-                dtype, _ = code_and_size(message.dtype)
-                self._known[kind] = num_bytes, dtype, place
-            number = box.issue(
-                kind,
-                self.index,
-                group,
-                num_bytes,
-                dtype,
-                session.phase,
-                session.step,
-                session.microbatch,
-                session.backward_place if session.in_backward else place,
-                0 if session.is_compared else 2,
-            )
-            session.count_plain(begun)
-            return number
-        except Exception as error:
-            session.fail(error)
-            return 0
+    def plain_note(self, kind: int) -> Callable[[torch.Tensor, dist.ProcessGroup], int]:
+        """The function that notes a collective of a plain step; see `collectives.plain_note`."""
+        note = self._plain_notes.get(kind)
+        if note is None:
+            note = self._plain_notes[kind] = plain_note(self._session, kind, self.index)
+        return note
 
     def before_collective(
         self, kind: int, message: torch.Tensor, group: dist.ProcessGroup
@@ -319,7 +289,6 @@ class UnitTimer:
             return
         if current_graph_task_id() == -1:
             self.has_run = True
-            self.is_outermost |= not session.open_units
             mark = self._mark()
             is_training = self._module is None or self._module.training
             phase = session.enter_forward(
@@ -363,7 +332,7 @@ class UnitTimer:
         if not session.detail:
             session.close_unit(self.index)
             if not session.open_units:
-                session.leave_forward(self._mark())
+                session.leave_forward(self._mark(), self.index)
             return
         end = self._mark()
         if session.watches_memory:
@@ -371,7 +340,7 @@ class UnitTimer:
         if session.numerics is not None:
             session.numerics.outputs(output, self.index)
         session.close_unit(self.index)
-        session.leave_forward(end)
+        session.leave_forward(end, self.index)
         session.add(_FORWARD, start, end, unit=self.index, phase=phase, flags=flags)
 
     def _open_backward(self, flags: int = 0) -> None:

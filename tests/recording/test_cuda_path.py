@@ -24,6 +24,7 @@ from .virtual_device import MS, VirtualDevice
 from .virtual_training import (
     WORLD_SIZE,
     Replay,
+    shard_blocks_and_root,
     shard_to_pairs_after_forward,
     shard_without_root,
 )
@@ -115,13 +116,18 @@ def test_a_detailed_step_between_plain_steps_is_recorded_as_in_a_whole_recording
     assert ours.exposed_ns.tolist() == theirs.exposed_ns.tolist()
 
 
-def test_a_plain_step_has_rows_of_its_parts_and_notes_each_collective() -> None:
+@pytest.mark.parametrize("shard", [shard_blocks_and_root, shard_without_root])
+def test_a_plain_step_has_rows_of_its_parts_and_notes_each_collective(shard: Any) -> None:
     whole, sampled = (
-        Replay(gather_ms=6, scatter_ms=6, plain=plain, num_steps=8) for plain in ((), PLAIN)
+        Replay(gather_ms=6, scatter_ms=6, shard=shard, plain=plain, num_steps=8)
+        for plain in ((), PLAIN)
     )
     rows = sampled.events.where(np.isin(sampled.events.step, PLAIN))
     assert set(rows.unit.tolist()) == {-1}
     assert set(rows.kind.tolist()) == {EventKind.STEP, EventKind.FORWARD, EventKind.BACKWARD}
+    for step in PLAIN:
+        parts = [row for row in _times(whole, step) if row[0] in set(rows.kind.tolist())]
+        assert _times(sampled, step) == [row for row in parts if row[1] == -1]
     assert sampled.box.num_issued == whole.box.num_issued > 0
     assert sampled.box.num_finished == whole.box.num_finished
     assert [order.last for order in sampled.box.orders] == [

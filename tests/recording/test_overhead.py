@@ -245,7 +245,7 @@ def test_a_plain_collective_is_noted_with_its_own_size() -> None:
     session.black_box.issue = issue
     timer = UnitTimer(session, MagicMock(), 0, MagicMock())
     for size in (8, 8, 16, 8):
-        timer.before_plain(EventKind.ALL_GATHER, torch.zeros(size), MagicMock())
+        timer.plain_note(EventKind.ALL_GATHER)(torch.zeros(size), MagicMock())
     assert noted == [32, 32, 64, 32]
     session.fail.assert_not_called()
 

@@ -24,10 +24,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_inspect import Recorder
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording import unit_hooks
+from fsdp_inspect.recording.black_box import BlackBoxWriter
+from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.failure import describe_allocated
-from fsdp_inspect.recording.memory import AllocatorReading
+from fsdp_inspect.recording.instruments import Instruments
+from fsdp_inspect.recording.memory import AllocatorReading, MemoryProbe
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
+from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import SIGTERM_FILE
@@ -64,6 +68,38 @@ def train(model: nn.Module, recorder: Recorder, steps: int = 3) -> None:
 
 def quiet(model: nn.Module, path: Path, **options: Any) -> Recorder:
     return Recorder(model, path=path, print_verdict=False, device_interval_s=0, **options)
+
+
+# --- plain steps
+
+
+def test_a_plain_step_of_another_unit_ends_with_the_optimizer(fake_ranks: None) -> None:
+    """A loop that drops layers at random may drop the units whose hooks a plain step keeps."""
+    model = sharded_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharder = Fsdp2.find(model)
+    assert sharder is not None
+    middle = sharder.units[1].group
+    clock = HostClock()
+    box = BlackBoxWriter(clock.host_now)
+    session = Session(clock, lambda row: None, ProcessGroups(), black_box=box)
+    probe, ended = MemoryProbe(session, lambda row: None, None), []
+
+    def end_step(optimizer: torch.optim.Optimizer) -> None:
+        ended.append(session.ends_with_optimizer)
+        session.end_step()
+
+    instruments = Instruments(session, sharder, probe, None, end_step)
+    instruments.attach()
+    for is_detailed, layers in ((True, model), (False, model), (False, model[1:2])):
+        instruments.choose_detail(is_detailed)
+        assert bool(vars(middle).keys() & {*unit_hooks.WRAPPED_METHODS}) == is_detailed
+        layers(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    instruments.detach()
+    assert ended == [True, True, True]
+    assert box.num_finished == box.num_issued > 0
+    assert not session.problems
 
 
 # --- refusals

@@ -34,13 +34,18 @@ def unseen(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with without_functions():
-            if not _count_modes():
-                return function(*args, **kwargs)
-            with _without_modes():
-                return function(*args, **kwargs)
+        return call_unseen(function, *args, **kwargs)
 
     return call
+
+
+def call_unseen(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function as `unseen` does."""
+    with without_functions():
+        if not _count_modes():
+            return function(*args, **kwargs)
+        with _without_modes():
+            return function(*args, **kwargs)
 
 
 def modes_of_training() -> list[Any]:
