@@ -219,7 +219,7 @@ def _also(evidence: Evidence) -> Iterator[Finding]:
         (Limit.INPUT, INPUT_RATIO, "Waiting for the next batch takes",
          "Load batches ahead of the step: more loader workers, prefetching or pinned memory."),
         (Limit.COLLECTION, COLLECTION_RATIO, "Python's garbage collection takes",
-         "Call gc.freeze() after the model is built, then gc.disable()."),
+         evidence.verdict.collect_less),
         (Limit.BETWEEN, BETWEEN_RATIO, "Checkpoints or evaluation before each step take",
          "Save or evaluate less often, or in the background "
          "(torch.distributed.checkpoint.async_save)."),

@@ -23,6 +23,7 @@ from fsdp_inspect.results import TableResult
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.host_work import (
+    COLLECT_CALL,
     COLLECTION,
     DEVICE_ALLOCATION,
     GRAPH_CAPTURE,
@@ -70,7 +71,7 @@ class HostStopCost:
     """Whether the time is lost: on a device, that of reads and of the driver is not, but the idle
     time after it."""
     reason: str
-    """Of a compilation: the guard that failed."""
+    """Of a compilation: the guard that failed; of a collection: `COLLECT_CALL`, or empty."""
     mean_step_ns: int = 0
     """The mean of the rank's timed steps, of which the cost is a part; 0: unknown. The typical step
     leaves out the steps with a long stop."""
@@ -127,6 +128,16 @@ class HostStops(TableResult):
         return next((stop for stop in self.stops if stop.is_cost), None)
 
     @property
+    def collect_call(self) -> HostStopCost | None:
+        """The line of the script that calls `gc.collect()`, with most of the time of collections.
+
+        None if Python collects by itself for longer than the script's calls take.
+        """
+        collections = (stop for stop in self.stops if stop.what == COLLECTION)
+        longest = next(collections, None)
+        return longest if longest is not None and longest.reason == COLLECT_CALL else None
+
+    @property
     def reads(self) -> tuple[HostStopCost, ...]:
         """The reads of values, the longest first."""
         return self._by_idle(stop for stop in self.stops if stop.what not in _STOPS)
@@ -170,8 +181,9 @@ def measure_host_stops(run: RunSource) -> HostStops | None:
     found: dict[tuple[str, str, int, int], dict[int, _Sum]] = defaultdict(dict)
     for rank, work in works.items():
         for stop in work.stops:
-            # Collections happen wherever memory is allocated, so one line of them says little.
-            where = ("", 0, -1) if stop.what == COLLECTION else (stop.place, stop.phase, stop.unit)
+            # Python collects wherever memory is allocated, so one line of them says little.
+            is_anywhere = stop.what == COLLECTION and stop.reason != COLLECT_CALL
+            where = ("", 0, -1) if is_anywhere else (stop.place, stop.phase, stop.unit)
             key = (stop.what, *where)
             found[key].setdefault(rank, _Sum()).add(stop)
     stops = [

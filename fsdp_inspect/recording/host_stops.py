@@ -235,7 +235,14 @@ class StopCounter:
         except Exception as error:
             session.fail(error)
 
-    def _add(self, what: str, duration_ns: int, frame: FrameType | None, weight: int = 1) -> None:
+    def _add(
+        self,
+        what: str,
+        duration_ns: int,
+        frame: FrameType | None,
+        weight: int = 1,
+        reason: str = "",
+    ) -> None:
         session = self._session
         place = 0 if frame is None else self._places.find(frame)
         key = (what, place, int(session.phase), session.issuing_unit())
@@ -244,16 +251,20 @@ class StopCounter:
             if len(self._now) >= MOST_STOPS:
                 return
             counts = self._now[key] = [0, 0, duration_ns]
+        if reason:
+            self._reasons[key] = reason
         counts[0] += weight
         counts[2] = min(counts[2], duration_ns)
         # A sampled call that lost its core must not stand for 64 calls.
         usual_ns = duration_ns if weight == 1 else min(duration_ns, _MOST_USUAL * counts[2])
         counts[1] += weight * usual_ns
 
-    def note_stop(self, what: str, duration_ns: int, frame: FrameType | None) -> None:
+    def note_stop(
+        self, what: str, duration_ns: int, frame: FrameType | None, reason: str = ""
+    ) -> None:
         """Count a garbage collection or a graph capture that has ended, on any thread."""
         if os.getpid() == self._pid and self._session.active:
-            self._add(what, duration_ns, frame)
+            self._add(what, duration_ns, frame, reason=reason)
 
     def note_inputs(self, args: Any, kwargs: Any, unit: int = NO_UNIT) -> None:
         """Add the inputs of a forward to the batch of the step, if the model begins with it.

@@ -29,7 +29,7 @@ from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.base import Sharder
 from fsdp_inspect.recording.torch_api.autograd import uses_compile
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase, Source, Stream
-from fsdp_inspect.trace.host_work import COLLECTION, GRAPH_CAPTURE
+from fsdp_inspect.trace.host_work import COLLECT_CALL, COLLECTION, GRAPH_CAPTURE
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.session import Session
@@ -243,6 +243,8 @@ class GarbageCollections:
         self._now = session.clock.host_now
         self._pid = os.getpid()
         self._started_ns = 0
+        self._is_called = False
+        """Whether the script calls `gc.collect()` now."""
         self._found: deque[tuple[int, int, int, int, int]] = deque(maxlen=_MOST)
         """Start, end, step, phase and flags of each collection."""
 
@@ -250,6 +252,20 @@ class GarbageCollections:
         """Note collections from now on."""
         gc.callbacks.append(self._called)
         patches.on_undo(self._detach)
+        patches.set_attribute(gc, "collect", self._wrap_collect(gc.collect))
+
+    def _wrap_collect(self, original: Callable[..., int]) -> Callable[..., int]:
+        """Note the collections for which the script asks: `gc.disable()` does not prevent them."""
+
+        @functools.wraps(original)
+        def collect(*args: Any, **kwargs: Any) -> int:
+            self._is_called = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._is_called = False
+
+        return collect
 
     def _detach(self) -> None:
         if self._called in gc.callbacks:
@@ -282,7 +298,8 @@ class GarbageCollections:
             flags = int(EventFlag.FULL_COLLECTION) if is_full else 0
             self._found.append((start, end, session.step, int(session.phase), flags))
             if session.stops is not None:
-                session.stops.note_stop(COLLECTION, end - start, frame)
+                reason = COLLECT_CALL if self._is_called else ""
+                session.stops.note_stop(COLLECTION, end - start, frame, reason)
 
     def end_step(self) -> None:
         """Write the collections that have ended."""

@@ -129,6 +129,20 @@ def recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
     return next(iter(findings), None), None
 
 
+def find_larger(advice: Advice) -> Finding | None:
+    """The finding that may save most, if it may save more than the recommended change.
+
+    Time that the plan may save too does not count.
+    """
+    _, change = recommended(advice)
+    if change is None:
+        return None
+    others = [each for each in advice.findings if each.do and not each.effect.is_exposed]
+    largest = max(others, key=lambda each: each.effect.saved_high_ns or 0, default=None)
+    saved_ns = 0 if largest is None else largest.effect.saved_high_ns or 0
+    return largest if saved_ns > change.saved_ns else None
+
+
 _CODE_BELOW = ("Code", " ")
 """The row above the lines of code."""
 
@@ -232,7 +246,10 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
         yield _Clipped(describe_migration(advice.migration), _ROW_LINES)
         also = "" if plan is None else " also"
         options.append(f"--write FILE{also} saves the plan for FSDP2.")
-    more = len(advice.findings) - (finding is not None)
+    larger = find_larger(advice)
+    if larger is not None:
+        yield _Clipped(f"Also: {larger.sentence} {larger.do[0]}", _TEXT_LINES)
+    more = len(advice.findings) - (finding is not None) - (larger is not None)
     if more:
         options.insert(0, f"{plural(more, 'further finding')}.")
     yield _Clipped(" ".join(options), _ROW_LINES, style="dim")

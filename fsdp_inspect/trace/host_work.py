@@ -13,6 +13,8 @@ from fsdp_inspect.trace.records import Amount, Index, Record
 
 STOP_NAMES = {kind: kind.label.replace("_", " ") for kind in HOST_STOPS}
 COLLECTION = STOP_NAMES[EventKind.GARBAGE_COLLECTION]
+COLLECT_CALL = "gc.collect()"
+"""The reason of a collection for which the script asks."""
 COMPILATION = STOP_NAMES[EventKind.COMPILATION]
 GRAPH_CAPTURE = STOP_NAMES[EventKind.GRAPH_CAPTURE]
 DEVICE_ALLOCATION = STOP_NAMES[EventKind.DEVICE_ALLOCATION]
@@ -54,7 +56,7 @@ class HostStop(Record):
     idle_ns: Amount | None = None
     """Time after the calls in which the device has no work; None: unknown."""
     reason: Text = ""
-    """Of a compilation: the guard that failed."""
+    """Of a compilation: the guard that failed; of a collection: `COLLECT_CALL`, or empty."""
 
 
 class GraphBreak(Record):

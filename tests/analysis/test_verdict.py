@@ -689,6 +689,18 @@ def test_collections_on_one_rank_name_it():
     assert "4 of 10 steps have a collection" in verdict.why
 
 
+def test_a_collection_for_which_the_script_asks_is_not_removed_by_disabling_others():
+    asked = stop("garbage collection", reason="gc.collect()")
+    verdict = words_of(stop=asked, collect_call=asked, collection_ns=30 * MS)
+    assert verdict.limit is Limit.COLLECTION
+    assert verdict.next_steps[0] == verdict.collect_less
+    assert verdict.collect_less.startswith(
+        "train.py:42 calls gc.collect() in 10 of 10 steps. Remove it, or call it on all ranks"
+    )
+    by_itself = words_of(stop=asked, collection_ns=30 * MS)
+    assert by_itself.collect_less.startswith("Call gc.freeze() after the model is built")
+
+
 def test_a_straggler_with_more_tokens_is_explained():
     verdict = words_of(straggler=straggler(21 * MS), uneven=uneven())
     assert verdict.because == "Rank 4 processed 2.1 times the tokens in 34 of 40 steps."

@@ -2,6 +2,7 @@
 
 import _thread
 import gc
+import inspect
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.trace.black_box import EMPTY_HEADER, decode
 from fsdp_inspect.trace.codes import EventFlag, EventKind
-from fsdp_inspect.trace.host_work import COLLECTION
+from fsdp_inspect.trace.host_work import COLLECT_CALL, COLLECTION
 from fsdp_inspect.trace.tables import EventTable
 
 NUM_OBJECTS = 200_000
@@ -96,7 +97,7 @@ def test_a_collection_below_which_no_python_code_runs_is_counted(collections, ro
     kept = [[] for _ in range(NUM_OBJECTS)]
     gc.disable()
     stops._now.clear()
-    _thread.start_new_thread(gc.collect, ())
+    _thread.start_new_thread(inspect.unwrap(gc.collect), ())
     end = time.monotonic() + 20
     while not stops._now and not errors and time.monotonic() < end:
         time.sleep(0.01)
@@ -107,3 +108,18 @@ def test_a_collection_below_which_no_python_code_runs_is_counted(collections, ro
     assert errors == []
     found = [stop for stop in stops.describe().stops if stop.what == COLLECTION]
     assert [stop.place for stop in found] == [""]
+
+
+def test_a_collection_for_which_the_script_asks_has_its_line(collections):
+    session = collections._session
+    session.stops = stops = StopCounter(session)
+    kept = [[] for _ in range(NUM_OBJECTS)]
+    gc.collect()
+    line = sys._getframe().f_lineno - 1
+    stops.end_step(counts=True)
+    del kept
+
+    asked = [stop for stop in stops.describe().stops if stop.reason == COLLECT_CALL]
+    assert [(stop.what, stop.place.rpartition(":")[2]) for stop in asked] == [
+        (COLLECTION, str(line))
+    ]

@@ -213,6 +213,19 @@ def test_other_findings_are_counted_on_one_screen(advice: Advice) -> None:
     assert "further" not in "\n".join(read(replace(advice, findings=(STRAGGLER,))))
 
 
+def test_a_finding_that_costs_more_than_the_recommended_change_saves_is_told(
+    advice: Advice,
+) -> None:
+    assert advice.plan is not None
+    saved_ns = advice.plan.suggestions[0].saved_ns
+    for cost_ns, is_told in ((2 * saved_ns, True), (saved_ns // 2, False)):
+        effect = Effect(sentence="Saves at most this.", saved_low_ns=0, saved_high_ns=cost_ns)
+        minor = replace(STRAGGLER, limits=False, effect=effect)
+        text = "\n".join(read(replace(advice, findings=(minor,))))
+        assert (f"Also: {minor.sentence}"[:60] in text) == is_told
+        assert ("1 further finding." in text) != is_told
+
+
 def test_a_run_without_a_simulation_shows_its_reason(advice: Advice) -> None:
     reason = "The run has no observed plan."
     lines = read(replace(advice, plan=None, refusal=reason))

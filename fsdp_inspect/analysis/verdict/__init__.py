@@ -56,6 +56,7 @@ from fsdp_inspect.analysis.verdict.facts import (
 from fsdp_inspect.analysis.verdict.words import (
     BY_SIMULATION,
     COMPARE_PLANS,
+    collect_less,
     describe_extra_work,
     describe_group,
     phrase_limit,
@@ -101,6 +102,8 @@ class Verdict:
     because: str = ""
     """The main reason in one short sentence, with the unit, the cause and the rank if known. Empty:
     there is no limit, and `why` has the reason."""
+    collect_less: str = ""
+    """What removes the garbage collections of a step; empty: it has none."""
     speed: "Verdict | None" = None
     """The verdict on the speed, if this one is about a mistake of the training."""
 
@@ -159,7 +162,16 @@ def give_verdict(facts: StepFacts) -> Verdict:
     )
     why = " ".join(filter(None, (why, *caveats)))
     is_outside_fsdp = limit is Limit.COMMUNICATION and facts.other_part is not None
-    return Verdict(limit, sentence, why, next_steps, _numbers(facts), is_outside_fsdp, because)
+    return Verdict(
+        limit,
+        sentence,
+        why,
+        next_steps,
+        _numbers(facts),
+        is_outside_fsdp,
+        because,
+        collect_less(facts)[0] if facts.collection_ns else "",
+    )
 
 
 def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> RankVerdict:

@@ -218,6 +218,8 @@ class StepFacts:
     """Exposed time that messages without bytes would have, too; 0 if it is unknown."""
     stop: HostStopCost | None = None
     """The line that stops a host for most time, as far as this time is lost; None: unknown."""
+    collect_call: HostStopCost | None = None
+    """`HostStops.collect_call`."""
     reads: tuple[HostStopCost, ...] = ()
     """The lines that read values of tensors. On a device their time is no cost of its own."""
     driver_calls: tuple[HostStopCost, ...] = ()

@@ -244,6 +244,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         between_ns=step.between_ns,
         utilisation_ratio=answers.utilisation_ratio,
         stop=answers.stops.largest if answers.stops else None,
+        collect_call=answers.stops.collect_call if answers.stops else None,
         reads=answers.stops.reads if answers.stops else (),
         driver_calls=answers.stops.driver_calls if answers.stops else (),
         uneven=answers.uneven,

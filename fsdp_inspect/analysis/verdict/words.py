@@ -854,7 +854,7 @@ def _phrase_collection(facts: StepFacts) -> Words:
             f"Collections on rank {stop.rank} take {time}.",
             f"Collections of garbage stop rank {stop.rank} for {time}, and the other ranks wait "
             f"for it: {seen}. Most time: {shorten_place(stop.place) or 'unknown line'}.",
-            _COLLECTIONS,
+            collect_less(facts),
         )
     return (
         f"Python's garbage collection takes {_ratio(facts, facts.collection_ns)} of the step.",
@@ -862,15 +862,22 @@ def _phrase_collection(facts: StepFacts) -> Words:
         f"{_on_rank(facts)}.",
         f"Collections of garbage stop the training thread for "
         f"{_of_step(facts, facts.collection_ns)}.",
-        _COLLECTIONS,
+        collect_less(facts),
     )
 
 
-_COLLECTIONS = (
-    "Call gc.freeze() after the model is built, then gc.disable(), and gc.collect() on all "
-    "ranks in the same step, such as every 1,000 steps.",
-    "Remove gc.collect() from the step, if the script calls it.",
-)
+def collect_less(facts: StepFacts) -> tuple[str, ...]:
+    """What removes garbage collections from the step, best first."""
+    call = facts.collect_call
+    rarely = "on all ranks in the same step, such as every 1,000 steps"
+    if call is not None:
+        place = shorten_place(call.place) or "the script"
+        seen = f"in {call.num_steps} of {call.out_of} steps"
+        return (f"{place} calls gc.collect() {seen}. Remove it, or call it {rarely}.",)
+    return (
+        f"Call gc.freeze() after the model is built, then gc.disable(), and gc.collect() {rarely}.",
+        "Remove gc.collect() from the step, if the script calls it.",
+    )
 
 
 def _idle(stop: HostStopCost) -> str:
