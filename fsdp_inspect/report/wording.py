@@ -224,16 +224,31 @@ def format_metric(name: str, value: float | None) -> str:
     return format_value(find_metric(name).unit, value)
 
 
-def describe_stops(ratios: Mapping[str, float]) -> str:
-    """What stops the host within the parts of a step; empty: nothing of a thousandth of it.
+def describe_contents(
+    step: StepBreakdown, stops: Mapping[str, float], *, in_kernel_trace: bool
+) -> str:
+    """What a large part `other` holds, and what stops the host within the parts; may be empty.
 
     Args:
-        ratios: `HostStops.ratios`.
+        step: The parts of the step.
+        stops: `HostStops.ratios`; those below a thousandth of the step are left out.
+        in_kernel_trace: Whether the step is of an imported kernel trace, whose part `other` is
+            kernels.
     """
-    named = [f"{what} {format_ratio(ratio)}" for what, ratio in ratios.items() if ratio >= 0.001]
-    if not named:
-        return ""
-    return f"Within the parts, on average over all timed steps: {', '.join(named)}."
+    lines = [
+        f"Other ({format_ns(part.duration_ns)}): {find_metric('other_ns').definition}. To split "
+        "it, record with --profile-steps 20:23."
+        for part in step.parts
+        if part.name == "other" and part.ratio >= _LEAST_OTHER_RATIO and not in_kernel_trace
+    ]
+    named = [f"{what} {format_ratio(ratio)}" for what, ratio in stops.items() if ratio >= 0.001]
+    if named:
+        lines.append(f"Within the parts, on average over all timed steps: {', '.join(named)}.")
+    return " ".join(lines)
+
+
+_LEAST_OTHER_RATIO = 0.05
+"""The part `other` is explained from this fraction of the step."""
 
 
 def format_kind(kind: str) -> str:
