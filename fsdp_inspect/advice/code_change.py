@@ -446,7 +446,7 @@ def _places(calls: Sequence[ShardingCall]) -> str:
 
 
 def _say_edits(edits: Sequence[Edit]) -> str:
-    """`The diff changes train.py, line 22, and adds lines after train.py, line 23.`"""
+    """Say where the lines of a diff are: `The diff changes train.py, line 22.`."""
     changed = _list_lines((edit.file, edit.first) for edit in edits if edit.last >= edit.first)
     added = _list_lines((edit.file, edit.last) for edit in edits if edit.last < edit.first)
     parts = [f"changes {changed}" if changed else "", f"adds lines after {added}" if added else ""]
