@@ -22,7 +22,6 @@ from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, NoiseVerdict
 from fsdp_inspect.formatting import (
     MISSING,
-    capitalize,
     format_cause,
     format_count,
     format_ns,
@@ -112,7 +111,7 @@ def describe_trust(
     return [
         ("spread_ratio", spread, f"{plural(trust.num_steps, 'typical step')}, {ranks}"),
         ("run_delay_ratio", cores, "of the recording" if trust.run_delay else "not recorded"),
-        ("self_check_ratio", check, "simulated / measured step"),
+        ("self_check_ratio", check, "error of the simulated step"),
     ]
 
 
@@ -125,10 +124,36 @@ _WORDS = {
 """Words for waits that a reader may not know, with their definitions."""
 
 
+_TERMS = {
+    **{
+        find_metric(name).label: find_metric(name).definition
+        for name in ("fsdp_copies_ns", "own_work_ns", "lateness_ns", "kept_ns")
+    },
+    "plain step": "a step whose units and collectives are not recorded, to bound the recorder's "
+    "cost",
+    "storage tracker": "it adds up the bytes of all live tensors in memory steps, where there is "
+    "no CUDA allocator",
+}
+"""Other words of ours, with their definitions."""
+
+
 def define_words(text: str) -> str:
     """Define the words for waits in a text, one sentence each; empty without such words."""
-    found = (word for word in _WORDS if word in text)
-    return " ".join(f"{capitalize(word)}: {_WORDS[word]}." for word in found)
+    return _define(text, _WORDS)
+
+
+def define_terms(text: str) -> str:
+    """Define our other words in a text, as `define_words`; a card does so for its texts."""
+    return _define(text, _TERMS)
+
+
+def _define(text: str, glossary: Mapping[str, str]) -> str:
+    """Skip words whose definition the text has."""
+    lower = text.lower()
+    found = (
+        word for word, meaning in glossary.items() if word.lower() in lower and meaning not in text
+    )
+    return " ".join(f"{word[0].upper()}{word[1:]}: {glossary[word]}." for word in found)
 
 
 def describe_cut(amounts: Sequence[float], most: int, show: Callable[[float], str]) -> str:

@@ -175,7 +175,9 @@ def test_overview_recommends_what_advice_does(open_app, tmp_path):
     more = plural(len(advice.plan.suggestions) - 1, "more change")
     assert f"{first.what}, and {more}: saves {format_ns(whole.saved_ns)} a step" in text
     assert f"interval {interval})" in text
-    assert f"Self-check {format_error(advice.plan.replay_error)} simulated" in text
+    assert (
+        f"Self-check {format_error(advice.plan.replay_error)} error of the simulated step" in text
+    )
     assert "Searching for the best change" not in read(app)
     app.switch_page("app_pages/advice/advice.py").run()
     assert f"1. {first.what}" in read(app)
@@ -246,7 +248,8 @@ def test_the_evidence_of_a_wait_for_data_is_such_a_wait(open_app, tmp_path):
 
 def test_overview_defines_its_words_and_states_what_a_list_leaves_out(open_app):
     text = read(open_app(SAMPLES, "overview", run="hsdp-4-ranks"))
-    for name in ("spread_ratio", "self_check_ratio", "run_delay_ratio", "blocking_ns"):
+    names = ("spread_ratio", "self_check_ratio", "run_delay_ratio", "blocking_ns", "step_time_ns")
+    for name in (*names, "fsdp_copies_ns"):
         assert find_metric(name).definition in text, name
     owners = measure_summary(open_run(SAMPLES / "hsdp-4-ranks")).exposed.owners
     waits = [owner.exposed_ns for owner in owners if owner.exposed_ns]

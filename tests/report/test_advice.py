@@ -16,8 +16,8 @@ from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.report.advice import (
     describe_effect,
-    describe_recommendation,
     describe_plan_peak,
+    describe_recommendation,
     describe_saving,
     describe_searched_plans,
     render_advice,

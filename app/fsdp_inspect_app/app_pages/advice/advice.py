@@ -301,7 +301,7 @@ def _show_numbers(plan: PlanAdvice) -> None:
             ),
             Tile("Predicted peak", format_bytes(fastest.peak_bytes), f"instead of {peak}"),
             metric_tile(
-                "self_check_ratio", format_error(plan.replay_error), "simulated / measured step"
+                "self_check_ratio", format_error(plan.replay_error), "error of the simulated step"
             ),
         ],
         border=False,

@@ -69,7 +69,6 @@ from fsdp_inspect_app.app_pages.advice.search import (
 from fsdp_inspect_app.app_pages.runs.frames import frame_about
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
-    Tile,
     metric_tile,
     show_card,
     show_chart_card,
@@ -172,10 +171,10 @@ def _show_digest(entry: RunEntry, run: Run) -> None:
     trust = describe_trust(measure_trust(run.source), summary, known_self_check(entry))
     show_tiles(
         [
-            Tile("Step time", format_ns(times.typical if times else None), rank),
-            Tile("Exposed", format_ns(summary.exposed_ns), rank),
-            Tile(
-                "Peak allocated",
+            metric_tile("step_time_ns", format_ns(times.typical if times else None), rank),
+            metric_tile("exposed_ns", format_ns(summary.exposed_ns), rank),
+            metric_tile(
+                "peak_allocated_bytes",
                 format_bytes(summary.peak_allocated_bytes),
                 f"of {format_bytes(device)}" if device else None,
             ),

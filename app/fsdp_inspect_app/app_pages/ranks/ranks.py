@@ -53,6 +53,7 @@ from fsdp_inspect_app.cards import (
     show_table_card,
     show_text,
     show_tiles,
+    with_terms,
 )
 from fsdp_inspect_app.drawn_chart import Click
 from fsdp_inspect_app.selection import (
@@ -400,8 +401,12 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
         )
         show_note(
             plain(
-                f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank. "
-                "The menu of the table shows more columns."
+                with_terms(
+                    f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank. "
+                    "The menu of the table shows more columns.",
+                    *frame,
+                    "lateness",
+                )
             )
         )
     if ranks.skews:
