@@ -175,9 +175,8 @@ def test_overview_recommends_what_advice_does(open_app, tmp_path):
     more = plural(len(advice.plan.suggestions) - 1, "more change")
     assert f"{first.what}, and {more}: saves {format_ns(whole.saved_ns)} a step" in text
     assert f"interval {interval})" in text
-    assert (
-        f"Self-check {format_error(advice.plan.replay_error)} error of the simulated step" in text
-    )
+    error = format_error(advice.plan.replay_error)
+    assert f"Self-check {error} error of the simulated step" in text
     assert "Searching for the best change" not in read(app)
     app.switch_page("app_pages/advice/advice.py").run()
     assert f"1. {first.what}" in read(app)

@@ -142,7 +142,8 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
     with st.container(key="answer", gap="xxsmall"):
         with _line("Verdict"):
             show_headline(plain(verdict.sentence))
-            if verdict.largest_part:
+        if verdict.largest_part:
+            with _line("Step"):
                 show_text(plain(verdict.largest_part), width="stretch")
         with _line("Because"):
             because = verdict.because or verdict.why
