@@ -95,14 +95,14 @@ _ALL = (
         "spread_ratio",
         "spread",
         _RATIO,
-        "how much the typical steps vary: half of their range / their mean",
+        "how much the typical steps vary: half of (longest - shortest) / their mean",
     ),
     Metric(
         "self_check_ratio",
         "self-check",
         _RATIO,
-        "simulated / measured step time of the recorded plan - 1: how far to trust a prediction of "
-        "another plan",
+        "simulated / measured step time of the recorded plan - 1: at 0% the simulation reproduces "
+        "the recorded step; predictions of other plans have at least this error",
         Better.NEITHER,
     ),
     Metric(

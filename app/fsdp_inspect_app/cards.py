@@ -19,7 +19,7 @@ from streamlit.elements.lib.column_types import ColumnConfig
 from fsdp_inspect.formatting import MISSING, capitalize, num_decimals
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.charts.chart import Chart
-from fsdp_inspect.report.wording import format_metric
+from fsdp_inspect.report.wording import define_terms, format_metric
 from fsdp_inspect.results import FIGURES
 from fsdp_inspect_app.drawn_chart import Click, show_chart
 from fsdp_inspect_app.page_sheet import (
@@ -171,7 +171,7 @@ def show_chart_card(  # noqa: PLR0913 (every argument is a part of the card, mos
         below: Markdown below the chart.
         on_click: As for `show_chart`.
     """
-    with show_card(title, key=key, note=note) as header:
+    with show_card(title, key=key, note=with_terms(note, alt, below)) as header:
         with header:
             show_explore_button(chart, key=key, title=title)
             show_table_button(frame, key=key, alt=title)
@@ -202,7 +202,7 @@ def show_table_card(title: str, frame: pd.DataFrame, *, key: str, alt: str, note
         with header:
             show_csv_button(frame, key=key)
         show_table(frame, key=f"{key}-rows", alt=alt)
-        if note:
+        if note := with_terms(note, *frame):
             show_note(plain(note))
 
 
@@ -210,6 +210,11 @@ def show_empty_card(title: str, reason: str, *, key: str) -> None:
     """A card that states why it is empty."""
     with show_card(title, key=key):
         show_note(plain(reason))
+
+
+def with_terms(note: str, *texts: str) -> str:
+    """A note with the definitions of our words in it and in the texts beside it."""
+    return " ".join(filter(None, (note, define_terms(" ".join((note, *texts))))))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ export default function showCode({ data, parentElement }) {
   const block = document.createElement("pre");
   const code = document.createElement("code");
   const copy = document.createElement("button");
-  block.className = "code-block";
+  block.className = data.language === "diff" ? "code-block code-diff" : "code-block";
   block.tabIndex = 0;
   code.append(...(data.language === "diff" ? diffOf(data.text) : [data.text]));
   copy.type = "button";

@@ -5,7 +5,7 @@ calls, `apply_plan` in place of these calls, and a sentence that says where to i
 """
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_inspect.advice.call_edits import (
@@ -263,8 +263,8 @@ def _change_own_calls(manifest: RunManifest, change: Change) -> CodeChange:
     if is_readable(code.calls):
         edits = edit_own_calls(code, change)
         diff = write_diff(code.sources, edits) if edits else ""
-        if diff:
-            where = f"The diff changes {calls}, or adds lines after them."
+        if edits and diff:
+            where = _say_edits(edits)
             return _finish(manifest, change, where, diff=diff, needs_plan_file=False)
         edits = replace_calls(code, change)
         diff = write_diff(code.sources, edits) if edits else ""
@@ -442,9 +442,21 @@ def _finish(  # noqa: PLR0913 - the parts of one change
 
 def _places(calls: Sequence[ShardingCall]) -> str:
     """`train.py, lines 22 and 23`."""
+    return _list_lines((call.file, call.line) for call in calls)
+
+
+def _say_edits(edits: Sequence[Edit]) -> str:
+    """Say where the lines of a diff are: `The diff changes train.py, line 22.`."""
+    changed = _list_lines((edit.file, edit.first) for edit in edits if edit.last >= edit.first)
+    added = _list_lines((edit.file, edit.last) for edit in edits if edit.last < edit.first)
+    parts = [f"changes {changed}" if changed else "", f"adds lines after {added}" if added else ""]
+    return f"The diff {', and '.join(filter(None, parts))}."
+
+
+def _list_lines(places: Iterable[tuple[str, int]]) -> str:
     lines: dict[str, list[int]] = {}
-    for call in calls:
-        lines.setdefault(call.file, []).append(call.line)
+    for file, line in places:
+        lines.setdefault(file, []).append(line)
     return "; ".join(_lines_of_file(file, found) for file, found in lines.items())
 
 

@@ -372,6 +372,12 @@ class Narrator:
                 f"The training loop decides when gradients are reduced{how} Between the backwards "
                 "of a step, the loop must not read the gradients (clipping, norms)."
             )
+        if choice.async_gathers is not None:
+            version = self._evidence.manifest.versions.get("torch", "unknown")
+            yield (
+                "The change calls _set_unshard_async_op, a private method of torch: versions other "
+                f"than that of this run ({version}) may lack it."
+            )
         if choice.grouping is not None and choice.grouping.startswith(ROOT_PARTS):
             yield (
                 "FSDP gathers these modules for their own forward only. Other code must not read "

@@ -267,6 +267,10 @@ class ExposedWait:
     """Time at which the compute stream (CPU: the main thread) begins to wait for the collective."""
     end_ns: int
     exposed_ns: int
+    median_ns: int
+    """Median exposed time of the `count` collectives with its owner, kind and phase."""
+    count: int
+    """Number of these collectives in the timed steps."""
     cause: str
     """The cause with the largest part of the wait."""
     causes_ns: dict[str, int]
@@ -628,6 +632,8 @@ class _Evidence:
         begin = int(waits.step_start_ns[position])
         causes = _by_name(waits.by_cause_ns[position])
         ahead = int(waits.ahead[position])
+        columns = (waits.collectives.unit, waits.collectives.kind, waits.collectives.phase)
+        alike = np.logical_and.reduce([column == column[position] for column in columns])
         return ExposedWait(
             step=row["step"],
             microbatch=row["microbatch"],
@@ -641,6 +647,8 @@ class _Evidence:
             need_ns=int(waits.begin_ns[position]) - begin,
             end_ns=row["end_ns"] - begin,
             exposed_ns=int(waits.exposed_ns[position]),
+            median_ns=round(float(np.median(waits.exposed_ns[alike]))),
+            count=int(np.count_nonzero(alike)),
             cause=next(iter(causes)),
             causes_ns=causes,
             ahead=None if ahead < 0 else self._describe_ahead(ahead, begin),

@@ -72,13 +72,19 @@ def default_axes(run: RunSource) -> tuple[str, str]:
     """Return the first two dimensions whose grid has ranks in every cell, or else the first two.
 
     Two meshes over the same ranks, as for experts and for all other units, leave cells empty.
+    If every two dimensions split the ranks in the same way, the grid would be a diagonal: then both
+    are the first dimension.
     """
     axes, places = list_axes(run), rank_places(run)
+    crossing = []
     for rows, columns in combinations(axes, 2):
         cells = {(found.get(rows), found.get(columns)) for found in places.values()}
-        if len(cells) == len({row for row, _ in cells}) * len({column for _, column in cells}):
+        num_rows, num_columns = len({row for row, _ in cells}), len({one for _, one in cells})
+        if len(cells) == num_rows * num_columns:
             return rows, columns
-    return axes[0], axes[min(1, len(axes) - 1)]
+        if len(cells) > max(num_rows, num_columns):
+            crossing.append((rows, columns))
+    return crossing[0] if crossing else (axes[0], axes[0])
 
 
 def measure_mesh_grid(

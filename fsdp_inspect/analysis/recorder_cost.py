@@ -27,6 +27,8 @@ class RecorderCost:
     """Completed steps whose units and collectives have rows."""
     detail: BlockDifference | None
     """Detailed against plain steps next to them; None: there are too few such pairs."""
+    num_blocks: int
+    """The number of these pairs, however few."""
     plain_ratio: float
     """Hooks and notes on the training thread in a plain step, timed in some of them."""
     threads_ratio: float
@@ -56,11 +58,16 @@ class RecorderCost:
         steps = f"{self.num_detailed} of {plural(self.num_steps, 'step')} in detail"
         interval = self.interval
         if self.ratio is None or interval is None:
-            return f"Recorder: {steps}. {_UNKNOWN}"
+            least = self.num_steps + 2 * BLOCK_OF_DETAIL * (FEWEST_BLOCKS - self.num_blocks)
+            return (
+                f"Recorder: {steps}. Its cost is not known: {self.num_blocks} of the "
+                f"{FEWEST_BLOCKS} required blocks of detailed steps lie between plain steps. "
+                f"Record at least {max(least, self.num_steps + 1)} steps."
+            )
         low, high = (format_ratio(max(each, 0.0)) for each in interval)
         is_above = interval[0] > self.budget_ratio
         above = f", above its budget of {format_ratio(self.budget_ratio)}" if is_above else ""
-        blocks = plural(self.detail.num_blocks if self.detail else 0, "block")
+        blocks = plural(self.num_blocks, "block")
         return (
             f"Recorder: {format_ratio(max(self.ratio, 0.0))} of the step time ({low} to "
             f"{high}){above}, measured in {blocks} of this run; {steps}."
@@ -69,10 +76,6 @@ class RecorderCost:
 
 FEWEST_BLOCKS = 6
 """Of fewer pairs, no two values enclose the median in 95% of the cases (sign test)."""
-_UNKNOWN = (
-    f"Its cost is not known: fewer than {FEWEST_BLOCKS} blocks of detailed steps have plain steps "
-    "on both sides."
-)
 
 
 def measure_recorder_cost(run: RunSource) -> RecorderCost | None:
@@ -103,12 +106,14 @@ def _measure_rank(run: RunSource, rank: int, use: RecorderUse) -> RecorderCost:
     is_plain = (rows.flags & StepFlag.PLAIN) != 0
     plain_ns = float(np.median(usual.duration_ns)) if len(usual) else 0.0
     found = compare_blocks(usual.step, usual.duration_ns, is_detailed, length=BLOCK_OF_DETAIL)
+    num_blocks = 0 if found is None else found.num_blocks
     return RecorderCost(
         rank=rank,
         budget_ratio=use.budget,
         num_steps=len(rows),
         num_detailed=len(rows) - int(is_plain.sum()),
-        detail=found if found is not None and found.num_blocks >= FEWEST_BLOCKS else None,
+        detail=found if num_blocks >= FEWEST_BLOCKS else None,
+        num_blocks=num_blocks,
         plain_ratio=use.plain_ratio(plain_ns / 1e9),
         threads_ratio=_own_ratio(use),
     )

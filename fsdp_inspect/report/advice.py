@@ -55,25 +55,30 @@ def render_advice(advice: Advice, *, details: bool = False) -> RenderableType:
 
 
 def describe_recommendation(advice: Advice) -> str:
-    """The recommended fix or change in one line, with its gain and its memory.
+    """The recommended changes, or else a fix, in one line, with the gain and the memory.
 
     Returns:
         The answer of the advice if it recommends nothing.
     """
     finding, suggestion = recommended(advice)
     if finding is not None and finding.do:
-        return f"{finding.do[0]} {finding.effect.sentence}"
+        do = f"{finding.do[0]} {finding.effect.sentence}"
+        if finding.limits:
+            return do
+        failed = advice.refusal or "No simulated plan saves time for certain."
+        return f"{failed.partition('. ')[0].removesuffix('.')}. Another finding: {do}"
     if suggestion is None or advice.plan is None:
         return advice.answer
+    fastest, number = advice.plan.fastest, len(advice.plan.suggestions)
     if advice.plan.is_whole:
-        fastest = advice.plan.fastest
         return f"{fastest.what}: peak {describe_plan_peak(fastest)} (predicted)."
-    added = suggestion.added_bytes
+    what = suggestion.what
+    effect: Suggestion | Proposal = suggestion
+    if number > 1:
+        effect, what = fastest, f"{what}, and {plural(number - 1, 'more change')}"
+    added = effect.added_bytes
     peak = "peak unknown" if added is None else f"peak {_signed_bytes(added)}"
-    number = len(advice.plan.suggestions)
-    first = f" First of {number} changes." if number > 1 else ""
-    saving = describe_saving(suggestion, advice.plan)
-    return f"{suggestion.what}: {saving}, {peak} (predicted).{first}"
+    return f"{what}: {describe_saving(effect, advice.plan)}, {peak} (predicted)."
 
 
 # --- one screen

@@ -233,10 +233,16 @@ def _waits_least(rows: Sequence[RankRow]) -> RankRow | None:
 
 
 def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
+    cost = format_metric("imbalance_ns", ranks.imbalance_ns)
+    costs = f"Unequal work costs {cost} a step"
+    if ranks.straggler_refusal is None:
+        costs += (
+            ", although no rank is a straggler: the rank with the longest work changes, or it "
+            f"costs less than {format_ratio(LEAST_COST_RATIO)}"
+        )
     return (
-        f"Imbalance costs {format_metric('imbalance_ns', ranks.imbalance_ns)} a step, compared "
-        f"with a replay of {_steps(replay.steps)} in which all ranks have equal work. This "
-        f"includes random differences between the ranks. {_replay_error(replay)}"
+        f"{costs}. This compares with a replay of {_steps(replay.steps)} in which all ranks have "
+        f"equal work, and includes random differences between the ranks. {_replay_error(replay)}"
     )
 
 

@@ -3,7 +3,7 @@
 Names from the run (units, hosts, commands) are plain text, never rich markup.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Group, RenderableType
@@ -48,7 +48,7 @@ from fsdp_inspect.report.diagnosis_pictures import render_drift
 from fsdp_inspect.report.layout import bar, dim, indented, new_table, render_table, section
 from fsdp_inspect.report.wording import (
     causes_table,
-    describe_stops,
+    describe_contents,
     describe_typical,
     format_kind,
     format_method,
@@ -128,7 +128,7 @@ def render_first_lines(
     ]
     if summary.breakdown is not None:
         lines += section(_breakdown_title(summary), parts_table(summary.breakdown))
-        lines += _stops(summary.stops.ratios if summary.stops else {})
+        lines += _contents(summary)
     lines += ["", *_largest_waits(summary)]
     if summary.memory.peak is not None:
         lines.append(Text(_peak_title(summary.memory)))
@@ -147,13 +147,14 @@ def _largest_waits(summary: Summary) -> Iterable[Text]:
             f"{name_owner(owner)} {format_kind(owner.kind)} {format_ns(owner.exposed_ns)}"
             for owner in exposed
         )
-        yield Text(f"Largest waits per step: {waits}.")
+        yield Text(f"Largest waits of one kind of collective, sum per step: {waits}.")
 
 
 def render_verdict(verdict: Verdict, *, run: str = "RUN") -> RenderableType:
     """Render the limit of the step, the reason, and what to try next."""
     lines: list[RenderableType] = [Text(verdict.sentence, style="bold")]
-    lines.append(Padding(Text(f"Why: {verdict.why}"), (0, 0, 0, 2)))
+    for line in filter(None, (verdict.largest_part, f"Why: {verdict.why}")):
+        lines.append(Padding(Text(line), (0, 0, 0, 2)))
     for number, step in enumerate(verdict.next_steps):
         word = "Next" if number == 0 else "Or"
         lines.append(Padding(Text(f"{word}: {name_run(step, run)}"), (0, 0, 0, 2)))
@@ -271,7 +272,7 @@ def _notes(notes: Sequence[str]) -> Iterable[RenderableType]:
 def _sections(summary: Summary) -> Iterable[RenderableType]:
     if summary.breakdown is not None:
         yield from section(_breakdown_title(summary), parts_table(summary.breakdown))
-        yield from _stops(summary.stops.ratios if summary.stops else {})
+        yield from _contents(summary)
     if summary.step_time_ns is not None:
         yield from section(_numbers_title(summary), _numbers_table(summary))
     if summary.drift is not None and summary.drift.changes:
@@ -504,7 +505,9 @@ def render_breakdown(found: BreakdownCauses) -> RenderableType:
         Text(_headline_of_step(found, shown), style="bold"),
         _describe_parts(found, shown),
         *section(_title(found, shown), parts_table(shown)),
-        *_stops(found.stop_ratios),
+        *_indented(
+            describe_contents(shown, found.stop_ratios, in_kernel_trace=found.source == "imported")
+        ),
         *dimension_section(shown),
         *_causes(found),
         "",
@@ -570,8 +573,15 @@ def dimension_section(shown: StepBreakdown) -> Iterator[RenderableType]:
     yield from section("Communication by mesh dimension", table)
 
 
-def _stops(ratios: Mapping[str, float]) -> Iterator[RenderableType]:
-    if sentence := describe_stops(ratios):
+def _contents(summary: Summary) -> Iterator[RenderableType]:
+    step, stops = summary.breakdown, summary.stops.ratios if summary.stops else {}
+    if step is not None:
+        words = describe_contents(step, stops, in_kernel_trace=summary.is_kernel_trace)
+        yield from _indented(words)
+
+
+def _indented(sentence: str) -> Iterator[RenderableType]:
+    if sentence:
         yield indented(sentence)
 
 

@@ -22,7 +22,6 @@ from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, NoiseVerdict
 from fsdp_inspect.formatting import (
     MISSING,
-    capitalize,
     format_cause,
     format_count,
     format_ns,
@@ -112,7 +111,7 @@ def describe_trust(
     return [
         ("spread_ratio", spread, f"{plural(trust.num_steps, 'typical step')}, {ranks}"),
         ("run_delay_ratio", cores, "of the recording" if trust.run_delay else "not recorded"),
-        ("self_check_ratio", check, "simulated / measured step"),
+        ("self_check_ratio", check, "error of the simulated step"),
     ]
 
 
@@ -125,10 +124,36 @@ _WORDS = {
 """Words for waits that a reader may not know, with their definitions."""
 
 
+_TERMS = {
+    **{
+        find_metric(name).label: find_metric(name).definition
+        for name in ("fsdp_copies_ns", "own_work_ns", "lateness_ns", "kept_ns")
+    },
+    "plain step": "a step whose units and collectives are not recorded, to bound the recorder's "
+    "cost",
+    "storage tracker": "it adds up the bytes of all live tensors in memory steps, where there is "
+    "no CUDA allocator",
+}
+"""Other words of ours, with their definitions."""
+
+
 def define_words(text: str) -> str:
     """Define the words for waits in a text, one sentence each; empty without such words."""
-    found = (word for word in _WORDS if word in text)
-    return " ".join(f"{capitalize(word)}: {_WORDS[word]}." for word in found)
+    return _define(text, _WORDS)
+
+
+def define_terms(text: str) -> str:
+    """Define our other words in a text, as `define_words`; a card does so for its texts."""
+    return _define(text, _TERMS)
+
+
+def _define(text: str, glossary: Mapping[str, str]) -> str:
+    """Skip words whose definition the text has."""
+    lower = text.lower()
+    found = (
+        word for word, meaning in glossary.items() if word.lower() in lower and meaning not in text
+    )
+    return " ".join(f"{word[0].upper()}{word[1:]}: {glossary[word]}." for word in found)
 
 
 def describe_cut(amounts: Sequence[float], most: int, show: Callable[[float], str]) -> str:
@@ -224,16 +249,31 @@ def format_metric(name: str, value: float | None) -> str:
     return format_value(find_metric(name).unit, value)
 
 
-def describe_stops(ratios: Mapping[str, float]) -> str:
-    """What stops the host within the parts of a step; empty: nothing of a thousandth of it.
+def describe_contents(
+    step: StepBreakdown, stops: Mapping[str, float], *, in_kernel_trace: bool
+) -> str:
+    """What a large part `other` holds, and what stops the host within the parts; may be empty.
 
     Args:
-        ratios: `HostStops.ratios`.
+        step: The parts of the step.
+        stops: `HostStops.ratios`; those below a thousandth of the step are left out.
+        in_kernel_trace: Whether the step is of an imported kernel trace, whose part `other` is
+            kernels.
     """
-    named = [f"{what} {format_ratio(ratio)}" for what, ratio in ratios.items() if ratio >= 0.001]
-    if not named:
-        return ""
-    return f"Within the parts, on average over all timed steps: {', '.join(named)}."
+    lines = [
+        f"Other ({format_ns(part.duration_ns)}): {find_metric('other_ns').definition}. To split "
+        "it, record with --profile-steps 20:23."
+        for part in step.parts
+        if part.name == "other" and part.ratio >= _LEAST_OTHER_RATIO and not in_kernel_trace
+    ]
+    named = [f"{what} {format_ratio(ratio)}" for what, ratio in stops.items() if ratio >= 0.001]
+    if named:
+        lines.append(f"Within the parts, on average over all timed steps: {', '.join(named)}.")
+    return " ".join(lines)
+
+
+_LEAST_OTHER_RATIO = 0.05
+"""The part `other` is explained from this fraction of the step."""
 
 
 def format_kind(kind: str) -> str:

@@ -211,6 +211,7 @@ def test_a_backend_that_holds_the_host_gets_prefetch_only_with_asynchronous_gath
     assert {"R9", "R22"} <= rules_of(advice)
     assert "R25" not in rules_of(advice)
     assert all(unit.unshard_async_op for unit in advice.fastest.plan.units)
+    assert any("_set_unshard_async_op, a private method" in each for each in advice.fastest.risks)
 
 
 def test_without_a_recorded_all_reduce_replicas_are_not_guessed():

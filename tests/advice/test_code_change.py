@@ -63,6 +63,7 @@ def test_a_keyword_is_added_to_the_call():
     change = changed(LOOP, RESHARDED, *CALLS)
     assert added(change) == ["        fully_shard(layer, mesh=mesh, reshard_after_forward=False)"]
     assert not change.plan_file
+    assert change.where == "The diff changes train.py, line 3."
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def wait(kind: str, phase: str, exposed: int) -> ExposedWait:
     return ExposedWait(
         step=7, microbatch=0, fqn="layers.0", is_fsdp=True, kind=kind, phase=phase,
         dimension="shard", issue_ns=0, start_ns=10, need_ns=10,
-        end_ns=10 + exposed, exposed_ns=exposed, cause="bandwidth",
+        end_ns=10 + exposed, exposed_ns=exposed, median_ns=5, count=3, cause="bandwidth",
         causes_ns={"bandwidth": exposed}, ahead=None, bytes=64, group=0, sequence=1,
     )  # fmt: skip
 
@@ -67,6 +67,7 @@ def test_the_longest_waits_that_are_meant_stand_for_all_of_them():
         links=LINKS, backward_gathers_ns=60_000, step_time_ns=10**6, waits=tuple(waits)
     )
     assert [row.exposed_ns for row in finding.rows] == [500, 498, 497]
+    assert finding.rows[0].what == "exposed 500 ns, the longest of 3 (median 5 ns)"
 
 
 def test_a_run_without_any_of_it_is_quiet():

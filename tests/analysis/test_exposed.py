@@ -162,6 +162,7 @@ def test_slow_steps_outside_the_middle_half_do_not_count():
 def test_evidence_is_the_longest_wait_of_each_owner_with_its_place_in_the_step():
     evidence = measure_exposed(steady_run()).evidence
     assert [wait.exposed_ns for wait in evidence] == [100, 50, 50, 30, 20]
+    assert [(wait.count, wait.median_ns) for wait in evidence[:2]] == [(3, 100), (3, 50)]
     gather = evidence[2]
     assert (gather.step, gather.fqn, gather.kind, gather.phase) == (
         1,

@@ -75,7 +75,7 @@ def test_the_verdict_rests_on_the_typical_step():
             {"method": Method.HOST_BLOCKING, "stream": Stream.HOST},
             "The largest waits are for the all-gather of layers.0 in forward: 30 ns.",
         ),
-        ({}, "Beyond the floor, the largest waits are for the all-gather of layers.1"),
+        ({}, "Beyond the floor of 30 ns, the largest waits are for the all-gather of layers.1"),
     ],
 )
 def test_the_largest_waits_include_the_floor_where_collectives_block_the_host(columns, words):

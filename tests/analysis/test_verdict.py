@@ -366,6 +366,22 @@ def test_the_sentence_holds_the_number_and_the_why_the_owner():
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "saved"),
+    [
+        ({"floor_ns": 2 * MS}, "6%"),
+        ({"floor_ns": 2 * MS, "num_units": 1, "largest_unit_ratio": 1.0}, "8%"),
+    ],
+)
+def test_compute_is_called_the_largest_part_beside_shorter_waits(changes, saved):
+    verdict = give_verdict(facts(exposed_ns=8 * MS, compute_ns=84 * MS, **changes))
+    assert verdict.largest_part == (
+        f"Compute is the largest part: 84%. Hiding communication saves at most {saved}."
+    )
+    assert not give_verdict(facts(exposed_ns=60 * MS, compute_ns=40 * MS)).largest_part
+    assert not give_verdict(facts(data_ns=20 * MS)).largest_part
+
+
 def test_the_why_tells_the_kinds_of_communication_apart():
     kinds = {"all_gather": 4 * MS, "reduce_scatter": 9 * MS, "all_reduce": 0, "other": 2 * MS}
     verdict = give_verdict(facts(exposed_ns=15 * MS, exposed_by_kind_ns=kinds))
@@ -378,9 +394,8 @@ def test_the_why_tells_the_kinds_of_communication_apart():
 def test_the_longest_wait_is_the_one_beyond_the_floor():
     verdict = give_verdict(facts(exposed_ns=15 * MS, floor_ns=5 * MS, top=waiting()))
     assert verdict.why == (
-        "15.0 ms of the typical step of 100 ms are exposed. Beyond the floor, the largest waits "
-        "are for the all-gather of layers.7 in forward: 8.00 ms. 5.00 ms of the exposed time is "
-        "the floor, which can only be shortened."
+        "15.0 ms of the typical step of 100 ms are exposed. Beyond the floor of 5.00 ms, the "
+        "largest waits are for the all-gather of layers.7 in forward: 8.00 ms."
     )
 
 
@@ -500,11 +515,10 @@ def test_a_headline_has_at_most_twelve_words(changes):
                 "exposed_ns": 50 * MS,
                 "blocks_host": True,
                 "backend": "gloo",
-                "top": waiting(),
+                "exposed_by_kind_ns": {"all_gather": 20 * MS, "reduce_scatter": 30 * MS},
                 "rank": 2,
             },
-            "Collectives block the host on gloo. The largest waits are for the all-gather of "
-            "layers.7 in forward: 8.00 ms.",
+            "Collectives block the host on gloo: reduce-scatter 30.0 ms, all-gather 20.0 ms.",
             id="a backend that blocks the host",
         ),
         pytest.param(

@@ -67,6 +67,18 @@ def test_a_link_chooses_the_dimensions_of_the_map(open_app):
     assert app.query_params["mesh_rows"] == "shard"
 
 
+def test_no_map_is_shown_where_both_dimensions_split_the_ranks_alike(open_app):
+    assert open_run(SAMPLES / "tiny-2-ranks").mesh_grid().rows == "shard"
+    assert "by mesh dimension" not in read(open_app(SAMPLES, "ranks", run="tiny-2-ranks"))
+    assert "by mesh dimension" in read(open_app(SAMPLES, "ranks", run=SAMPLE))
+
+
+def test_the_legend_of_a_map_ends_at_its_largest_value(run):
+    grid = run.mesh_grid(rows="replicate", columns="shard")
+    largest = max(value for row in grid.values for value in row) / 1e6
+    assert f"</i> {largest:,.3g} ms" in draw_mesh_grid(grid).markup
+
+
 def test_the_map_and_its_table_have_the_numbers_of_the_grid(run):
     grid = run.mesh_grid(rows="replicate", columns="shard")
     [data] = draw_mesh_grid(grid).plots

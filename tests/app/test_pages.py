@@ -13,7 +13,7 @@ import pytest
 from fsdp_inspect import Run
 from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.summary import measure_summary
-from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, format_ratio
+from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, format_ratio, plural
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.wording import format_error
@@ -169,12 +169,14 @@ def test_overview_recommends_what_advice_does(open_app, tmp_path):
 
     advice = Run(open_run(sample)).advise()
     assert advice.plan is not None
-    first = advice.plan.suggestions[0]
-    interval = f"{format_ns(first.saved_low_ns)} to {format_ns(first.saved_high_ns)}"
+    first, whole = advice.plan.suggestions[0], advice.plan.fastest
+    interval = f"{format_ns(whole.saved_low_ns)} to {format_ns(whole.saved_high_ns)}"
     text = read(app)
-    assert f"{first.what}: saves {format_ns(first.saved_ns)} a step" in text
+    more = plural(len(advice.plan.suggestions) - 1, "more change")
+    assert f"{first.what}, and {more}: saves {format_ns(whole.saved_ns)} a step" in text
     assert f"interval {interval})" in text
-    assert f"Self-check {format_error(advice.plan.replay_error)} simulated" in text
+    error = format_error(advice.plan.replay_error)
+    assert f"Self-check {error} error of the simulated step" in text
     assert "Searching for the best change" not in read(app)
     app.switch_page("app_pages/advice/advice.py").run()
     assert f"1. {first.what}" in read(app)
@@ -245,7 +247,8 @@ def test_the_evidence_of_a_wait_for_data_is_such_a_wait(open_app, tmp_path):
 
 def test_overview_defines_its_words_and_states_what_a_list_leaves_out(open_app):
     text = read(open_app(SAMPLES, "overview", run="hsdp-4-ranks"))
-    for name in ("spread_ratio", "self_check_ratio", "run_delay_ratio", "blocking_ns"):
+    names = ("spread_ratio", "self_check_ratio", "run_delay_ratio", "blocking_ns", "step_time_ns")
+    for name in (*names, "fsdp_copies_ns"):
         assert find_metric(name).definition in text, name
     owners = measure_summary(open_run(SAMPLES / "hsdp-4-ranks")).exposed.owners
     waits = [owner.exposed_ns for owner in owners if owner.exposed_ns]
@@ -593,4 +596,5 @@ def test_overview_states_what_stops_the_host_within_the_parts(open_app, tmp_path
     write_built(builder.build(), tmp_path / "collects")
     app = open_app(tmp_path, "overview", run="collects")
     assert not app.exception
-    assert any("garbage collection 5%" in each.value for each in app.markdown)
+    assert "garbage collection 5%" in read(app)
+    assert "Other (1.00 µs): the rest of the step: loss, gradient clipping" in read(app)

@@ -17,6 +17,7 @@ from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.report.advice import (
     describe_effect,
     describe_plan_peak,
+    describe_recommendation,
     describe_saving,
     describe_searched_plans,
     render_advice,
@@ -338,3 +339,12 @@ def test_a_replay_that_is_all_but_right_has_no_sign(plan: PlanAdvice) -> None:
     assert "its simulation has an error of 0.0%" in describe_searched_plans(
         replace(plan, replay_error=-0.00001)
     )
+
+
+def test_a_finding_about_something_else_is_called_another_finding(advice):
+    other = replace(STRAGGLER, limits=False)
+    refused = replace(advice, plan=None, refusal="No size helps. See What-if.", findings=(other,))
+    line = describe_recommendation(refused)
+    assert line == f"No size helps. Another finding: {other.do[0]} {other.effect.sentence}"
+    urgent = describe_recommendation(replace(refused, findings=(STRAGGLER,)))
+    assert urgent == f"{STRAGGLER.do[0]} {STRAGGLER.effect.sentence}"

@@ -55,7 +55,7 @@ def test_one_rank_can_be_shown_alone(llama):
 def test_no_straggler_is_said_with_what_lateness_costs():
     text = shown(build_run(*[(160, 100), (100, 160)] * 2))
     assert text.startswith("No rank is a straggler.")
-    assert "Imbalance costs" in text
+    assert "Unequal work costs" in text
 
 
 def test_what_cannot_be_told_is_said_and_never_called_a_straggler():

@@ -5,6 +5,7 @@ import pytest
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.wording import (
+    define_terms,
     define_words,
     describe_cut,
     describe_main_cause,
@@ -65,3 +66,11 @@ def test_a_list_that_is_cut_states_the_part_that_it_shows():
     assert describe_cut([3e6, 2e6], 2, format_ns) == ""
     words = describe_cut([3e6, 2e6, 1e6], 2, format_ns)
     assert words == "The largest 2 of 3: 5.00 ms of 6.00 ms. The table has all."
+
+
+def test_our_words_are_defined_unless_the_text_does_so():
+    own_work = find_metric("own_work_ns").definition
+    assert define_terms("Own work by rank, FSDP copies 2.00 ms").startswith("FSDP copies: copies")
+    assert define_terms("Own work by rank") == f"Own work: {own_work}."
+    assert define_terms(f"Own work: {own_work}.") == ""
+    assert define_terms("Compute") == ""

@@ -59,6 +59,7 @@ from fsdp_inspect.analysis.verdict.words import (
     collect_less,
     describe_extra_work,
     describe_group,
+    phrase_largest_part,
     phrase_limit,
 )
 from fsdp_inspect.store.reduction.order_wording import shorten_place
@@ -104,6 +105,9 @@ class Verdict:
     there is no limit, and `why` has the reason."""
     collect_less: str = ""
     """What removes the garbage collections of a step; empty: it has none."""
+    largest_part: str = ""
+    """The sentence that compute takes more of the step than the waits of the headline, and what
+    hiding them saves at most; else empty."""
     speed: "Verdict | None" = None
     """The verdict on the speed, if this one is about a mistake of the training."""
 
@@ -148,6 +152,7 @@ def give_verdict_on_training(fault: TrainingFault, speed: Verdict) -> Verdict:
         why=f"{fault.why}{place} Its speed: {speed.sentence}",
         next_steps=(fault.change, *speed.next_steps),
         because=fault.why.partition(". ")[0].rstrip(".") + ".",
+        largest_part="",
         speed=speed,
     )
 
@@ -161,16 +166,16 @@ def give_verdict(facts: StepFacts) -> Verdict:
         facts.trust.paging_caveat if limit is Limit.CORES else facts.trust.time_caveat,
     )
     why = " ".join(filter(None, (why, *caveats)))
-    is_outside_fsdp = limit is Limit.COMMUNICATION and facts.other_part is not None
     return Verdict(
         limit,
         sentence,
         why,
         next_steps,
         _numbers(facts),
-        is_outside_fsdp,
-        because,
-        collect_less(facts)[0] if facts.collection_ns else "",
+        is_outside_fsdp=limit is Limit.COMMUNICATION and facts.other_part is not None,
+        because=because,
+        collect_less=collect_less(facts)[0] if facts.collection_ns else "",
+        largest_part=phrase_largest_part(limit, facts),
     )
 
 

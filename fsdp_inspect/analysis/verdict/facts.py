@@ -17,7 +17,7 @@ from fsdp_inspect.trace.sharders import FSDP2_TRAITS, SharderTraits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """The owner of the longest exposed time, without the floor."""
+    """The owner of the longest exposed time, see `StepFacts.counts_floor`."""
 
     fqn: str | None
     """The unit's name; None: the collective belongs to no unit."""
@@ -272,6 +272,15 @@ class StepFacts:
     def is_unwrapped(self) -> bool:
         """Whether one unit holds most of the model, so that no compute hides its communication."""
         return self.num_units == 1 or self.largest_unit_ratio > DOMINANT_UNIT_RATIO
+
+    @property
+    def counts_floor(self) -> bool:
+        """Whether the largest wait includes its floor.
+
+        It does in an unwrapped model, where a change hides the floor, and where collectives block
+        the host, because then no sentence states the floor.
+        """
+        return self.blocks_host or self.is_unwrapped
 
     @property
     def avoidable_ns(self) -> int:

@@ -162,7 +162,7 @@ def _facts_of_run(answers: Answers, facts: StepFacts, step: StepBreakdown) -> St
         },
         causes_ns=exposed.causes_ns if exposed else {},
         backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
-        top=_top_owner(exposed, with_floor=blocks_host) if exposed else None,
+        top=_top_owner(exposed, with_floor=blocks_host or facts.is_unwrapped) if exposed else None,
         other_part=_largest_other(exposed) if exposed else None,
         reduces_in_float32=any(unit.reduce_dtype == "float32" for unit in answers.manifest.units),
         blocks_host=blocks_host,
@@ -352,8 +352,7 @@ def _top_owner(exposed: Exposed, *, with_floor: bool) -> Waiting | None:
 
     Args:
         exposed: The waits of the typical step.
-        with_floor: Whether the floor counts. It does where collectives block the host, because then
-            no sentence states the floor.
+        with_floor: `StepFacts.counts_floor`.
     """
 
     def size(owner: ExposedOwner) -> int:
@@ -367,13 +366,14 @@ def _top_owner(exposed: Exposed, *, with_floor: bool) -> Waiting | None:
         kind=top.kind,
         phase=top.phase,
         exposed_ns=size(top),
-        cause=_main_cause(top),
+        cause=_main_cause(top, with_floor=with_floor),
     )
 
 
-def _main_cause(owner: ExposedOwner) -> str:
-    """The cause of more than half of an owner's exposed time without the floor; empty: none."""
-    causes = {name: time for name, time in owner.causes_ns.items() if name != Cause.FLOOR.label}
+def _main_cause(owner: ExposedOwner, *, with_floor: bool) -> str:
+    """The cause of more than half of an owner's exposed time; empty: none."""
+    left_out = "" if with_floor else Cause.FLOOR.label
+    causes = {name: time for name, time in owner.causes_ns.items() if name != left_out}
     largest = max(causes, key=lambda name: causes[name], default="")
     return largest if largest and 2 * causes[largest] > sum(causes.values()) else ""
 

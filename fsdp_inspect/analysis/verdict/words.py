@@ -10,6 +10,7 @@ from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.verdict.facts import (
     LEAST_IDLE_RATIO,
+    OF_WAITS,
     PHASES_BY_NAME,
     STRAGGLER_RATIO,
     Limit,
@@ -88,6 +89,16 @@ def phrase_limit(limit: Limit, facts: StepFacts) -> Words:
         also, *_, remedies = _WORDS[beside](facts)
         next_steps = (*next_steps, f"{also} {remedies[0]}")
     return sentence, because, why, next_steps
+
+
+def phrase_largest_part(limit: Limit, facts: StepFacts) -> str:
+    """State that compute takes more of the step than the waits of the headline; else empty."""
+    if limit not in OF_WAITS or facts.compute_ns <= facts.exposed_ns:
+        return ""
+    return (
+        f"Compute is the largest part: {_ratio(facts, facts.compute_ns)}. Hiding communication "
+        f"saves at most {_ratio(facts, max(facts.avoidable_ns, 0))}."
+    )
 
 
 def _ratio(facts: StepFacts, duration_ns: int) -> str:
@@ -190,7 +201,7 @@ def describe_when_full(growth: MemoryGrowth) -> str:
 
 def _phrase_input(facts: StepFacts) -> Words:
     return (
-        f"The step is input-bound: data takes {_ratio(facts, facts.data_ns)} of it.",
+        f"The step is input-bound for {_ratio(facts, facts.data_ns)} of its time.",
         f"The training loop waits {format_ns(facts.data_ns)} for its next batch{_on_rank(facts)}.",
         f"The training loop waits {_of_step(facts, facts.data_ns)} for the next batch.",
         (
@@ -528,7 +539,7 @@ def _phrase_communication(facts: StepFacts) -> Words:
             f"By default, collectives block the host on {facts.backend}. Fewer or smaller "
             "collectives make the waits shorter."
         )
-    elif facts.floor_ns and not facts.causes_ns and not facts.is_unwrapped:
+    elif facts.floor_ns and not (facts.causes_ns or facts.top or facts.is_unwrapped):
         why.append(
             f"{format_ns(facts.floor_ns)} of the exposed time is {phrase_cause(Cause.FLOOR.label)}."
         )
@@ -605,6 +616,11 @@ _DIMENSIONS = {
 
 def _phrase_kinds(facts: StepFacts) -> str:
     """`171.1 ms of the typical step of 1.20 s are exposed: all-gather 92.0 ms, ...`."""
+    return f"{_of_step(facts, facts.exposed_ns)} are exposed{_list_kinds(facts)}."
+
+
+def _list_kinds(facts: StepFacts) -> str:
+    """`: all-gather 92.0 ms, reduce-scatter 12.0 ms`; empty if the kinds are unknown."""
     exposed = sorted(facts.exposed_by_kind_ns.items(), key=lambda kind: -kind[1])
     other = "other" if facts.knows_fsdp else "other collectives"
     named = [
@@ -612,8 +628,7 @@ def _phrase_kinds(facts: StepFacts) -> str:
         for kind, duration in exposed
         if duration > 0
     ]
-    listed = f": {', '.join(named)}" if named else ""
-    return f"{_of_step(facts, facts.exposed_ns)} are exposed{listed}."
+    return f": {', '.join(named)}" if named else ""
 
 
 def _phrase_causes(facts: StepFacts) -> str:
@@ -637,7 +652,9 @@ def _phrase_most_exposed(facts: StepFacts) -> str:
     owner = without_unit if facts.top.fqn is None else f" of {format_unit(facts.top.fqn)}"
     kind = facts.top.kind.replace("_", "-")
     place = f" in {facts.top.phase}" if facts.top.phase in PHASES_BY_NAME else ""
-    lead = "Beyond the floor, the" if facts.floor_ns and not facts.blocks_host else "The"
+    lead = "The"
+    if facts.floor_ns and not facts.counts_floor:
+        lead = f"Beyond the floor of {format_ns(facts.floor_ns)}, the"
     exposed = format_ns(facts.top.exposed_ns)
     return f"{lead} largest waits are for the {kind}{owner}{place}: {exposed}."
 
@@ -645,8 +662,7 @@ def _phrase_most_exposed(facts: StepFacts) -> str:
 def _phrase_main_wait(facts: StepFacts) -> str:
     """Phrase unit, cause and rank of the largest waits, or the property that all waits share."""
     if facts.blocks_host:
-        blocks = f"Collectives block the host on {facts.backend}."
-        return f"{blocks} {_phrase_most_exposed(facts)}".strip()
+        return f"Collectives block the host on {facts.backend}{_list_kinds(facts)}."
     if 2 * facts.late_ranks_ns > facts.exposed_ns:
         late = format_ns(facts.late_ranks_ns)
         return f"Ranks that arrive late cause {late} of the waits{_on_rank(facts)}."

@@ -66,8 +66,11 @@ def draw_heat_map(heat: HeatMap) -> Chart:
         "</span>"
         for at, label in _spread(heat.columns, heat.column_word, _room_across(heat.columns))
     )
-    ramp = f"linear-gradient(90deg,{','.join(CIVIDIS)})"
-    low, high = (f"{value / size:,.3g}{suffix}" for value in (heat.low, heat.high))
+    # The legend ends at the largest value, also if the colours span more.
+    top = min(heat.high, float(np.nanmax(heat.values, initial=heat.low)))
+    share = (top - heat.low) / ((heat.high - heat.low) or 1)
+    ramp = f"linear-gradient(90deg,{','.join(CIVIDIS[: max(round(share * len(CIVIDIS)), 1) + 1])})"
+    low, high = (f"{value / size:,.3g}{suffix}" for value in (heat.low, top))
     scale = f'{text(low)} <i class="chart-ramp" style="background:{ramp}"></i> {text(high)}'
     markup = (
         f'<div class="chart-heat" style="--rows:{num_rows}"><div class="chart-plot">'

@@ -76,7 +76,7 @@ from fsdp_inspect_app.knobs import KNOBS_OF_LINK, PLAN_FILE, network_of, pack_pl
 from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link, pick
 from fsdp_inspect_app.wording import plain
 
-_MOST_UNITS = 4
+_MOST_UNITS, _MOST_REASONS = 4, 2
 _LIMIT_KEY, _DTYPES_KEY = "limit", "dtypes"
 _FRONT_KEY = "front"
 _FLOOR = (
@@ -227,11 +227,11 @@ def _show_finding(finding: Finding, manifest: RunManifest, *, key: str, title: s
         if finding.rule:
             with header:
                 show_text(_badge(finding.rule))
-        lines = [f"- {plain(step)}" for step in finding.do]
+        lines = [f"- **Why**: {plain(finding.evidence)}"] if finding.evidence else []
+        lines += [f"- {plain(step)}" for step in finding.do]
         lines.append(f"- **Effect**: {plain(finding.effect.sentence)}")
         show_text("\n".join(lines))
         more = _name_rules([finding.rule] if finding.rule else [])
-        more += [f"- {plain(finding.evidence)}"] if finding.evidence else []
         more += [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
         more += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
         more += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []
@@ -301,7 +301,7 @@ def _show_numbers(plan: PlanAdvice) -> None:
             ),
             Tile("Predicted peak", format_bytes(fastest.peak_bytes), f"instead of {peak}"),
             metric_tile(
-                "self_check_ratio", format_error(plan.replay_error), "simulated / measured step"
+                "self_check_ratio", format_error(plan.replay_error), "error of the simulated step"
             ),
         ],
         border=False,
@@ -325,12 +325,14 @@ def _show_suggestion(
         with header:
             show_text(" ".join(_badge(rule) for rule in suggestion.rules if rule))
         show_text(plain(f"Predicted: {describe_saving(suggestion, plan)}."))
+        why = [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
         risks = [f"- **Risk**: {plain(line)}" for line in suggestion.risks]
-        show_text("\n".join(risks[:1]))
-        more = risks[1:]
+        show_text("\n".join([*why[:_MOST_REASONS], *risks]))
+        if is_numbered and place:
+            show_note("The code contains the changes before it, too\\.")
+        more = why[_MOST_REASONS:]
         more += [f"- **Predicted**: {plain(f'{step}; peak {describe_plan_peak(suggestion)}.')}"]
         more += _name_rules([rule for rule in suggestion.rules if rule])
-        more += [f"- **Why**: {plain(line)}" for line in suggestion.evidence]
         more += [f"- **Evidence**: {plain(describe_row(row))}" for row in suggestion.rows]
         more += [f"- **Assumed**: {plain(line)}" for line in suggestion.assumptions]
         _show_more(more)
@@ -342,7 +344,7 @@ def _show_suggestion(
 def _show_more(lines: Sequence[str]) -> None:
     """Show the reasons and assumptions once they are opened."""
     if lines:
-        with st.expander("Evidence, risks and assumptions"):
+        with st.expander("Evidence and assumptions"):
             show_text("\n".join(lines))
 
 

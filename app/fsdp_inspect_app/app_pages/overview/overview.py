@@ -14,7 +14,7 @@ from fsdp_inspect.analysis.scalars import find_loss
 from fsdp_inspect.analysis.step_waits import find_data_wait
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.analysis.verdict import BY_SIMULATION
-from fsdp_inspect.analysis.verdict.facts import OF_WAITS
+from fsdp_inspect.analysis.verdict.facts import OF_WAITS, PHASES_BY_NAME
 from fsdp_inspect.errors import FsdpInspectError, StoreError
 from fsdp_inspect.formatting import (
     format_bytes,
@@ -36,11 +36,11 @@ from fsdp_inspect.report.charts.results import (
 from fsdp_inspect.report.text import list_throughput
 from fsdp_inspect.report.wording import (
     define_words,
+    describe_contents,
     describe_cut,
     describe_main_cause,
     describe_memory_method,
     describe_provenance,
-    describe_stops,
     describe_trust,
     describe_typical,
     format_kind,
@@ -69,7 +69,6 @@ from fsdp_inspect_app.app_pages.advice.search import (
 from fsdp_inspect_app.app_pages.runs.frames import frame_about
 from fsdp_inspect_app.banner import show_run_header
 from fsdp_inspect_app.cards import (
-    Tile,
     metric_tile,
     show_card,
     show_chart_card,
@@ -141,8 +140,11 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
     with_advice = next(iter(verdict.next_steps), "") in BY_SIMULATION
     problem = search_in_background(entry, run, with_advice=with_advice)
     with st.container(key="answer", gap="xxsmall"):
-        with _line("Limited by" if verdict.because else "Verdict"):
+        with _line("Verdict"):
             show_headline(plain(verdict.sentence))
+        if verdict.largest_part:
+            with _line("Step"):
+                show_text(plain(verdict.largest_part), width="stretch")
         with _line("Because"):
             because = verdict.because or verdict.why
             show_text(plain(because), width="stretch", help=_explain(because))
@@ -170,10 +172,10 @@ def _show_digest(entry: RunEntry, run: Run) -> None:
     trust = describe_trust(measure_trust(run.source), summary, known_self_check(entry))
     show_tiles(
         [
-            Tile("Step time", format_ns(times.typical if times else None), rank),
-            Tile("Exposed", format_ns(summary.exposed_ns), rank),
-            Tile(
-                "Peak allocated",
+            metric_tile("step_time_ns", format_ns(times.typical if times else None), rank),
+            metric_tile("exposed_ns", format_ns(summary.exposed_ns), rank),
+            metric_tile(
+                "peak_allocated_bytes",
                 format_bytes(summary.peak_allocated_bytes),
                 f"of {format_bytes(device)}" if device else None,
             ),
@@ -359,7 +361,13 @@ def _show_step(run: Run) -> None:
         key="breakdown",
         alt=f"One bar of {format_ns(breakdown.step_time_ns)} with the parts {parts}",
         note=note,
-        below="" if summary.stops is None else describe_stops(summary.stops.ratios),
+        below=plain(
+            describe_contents(
+                breakdown,
+                summary.stops.ratios if summary.stops else {},
+                in_kernel_trace=summary.is_kernel_trace,
+            )
+        ),
     )
 
 
@@ -428,28 +436,39 @@ def _show_owners(run: Run) -> None:
 
 
 def _show_worst_units(summary: Summary) -> None:
-    """Show the owners of the largest waits, one line each."""
-    exposed = summary.exposed
-    worst = [owner for owner in exposed.owners if owner.exposed_ns] if exposed else []
+    """Show the units with the largest sums of waits, one line each, as on the page Units."""
+    by_unit: dict[str | None, list[ExposedOwner]] = {}
+    for owner in summary.exposed.owners if summary.exposed else ():
+        if owner.exposed_ns:
+            by_unit.setdefault(owner.fqn, []).append(owner)
+    worst = sorted(by_unit.values(), key=lambda own: -sum(each.exposed_ns for each in own))
     if worst := worst[:_TOP_UNITS]:
-        title = f"Largest waits of a unit{_on(summary)}, per step"
-        words = (f"{name_owner(owner)} {describe_main_cause([owner])}" for owner in worst)
+        title = f"Largest waits of a unit{_on(summary)}, sum per step"
+        words = (f"{name_owner(own[0])} {describe_main_cause(own)}" for own in worst)
         with show_card(title, key="worst", note=define_words(" ".join(words))):
-            for owner in worst:
-                _show_owner(owner)
+            for own in worst:
+                _show_waits_of_unit(own)
 
 
-def _show_owner(owner: ExposedOwner) -> None:
-    """Show one line with a link to the unit: its exposed wait and the main cause."""
-    place = f" in {owner.phase}" if owner.phase in ("forward", "backward") else ""
-    facts = [format_ns(owner.exposed_ns), f"{format_kind(owner.kind)}{place}"]
-    facts.append(describe_main_cause([owner]))
+def _show_waits_of_unit(own: Sequence[ExposedOwner]) -> None:
+    """Show one line with a link to the unit: the sum of its waits, its parts and the main cause."""
+    parts = ", ".join(
+        f"{format_kind(each.kind)}{_place(each)} {format_ns(each.exposed_ns)}" for each in own
+    )
+    facts = [format_ns(sum(each.exposed_ns for each in own)), parts, describe_main_cause(own)]
+    if len(own) == 1:
+        facts[1] = f"{format_kind(own[0].kind)}{_place(own[0])}"
     sentence = plain(" " + " · ".join(filter(None, facts)))
-    if owner.fqn is None:
-        page_link("timeline", plain(name_owner(owner)) + sentence, **{UNIT_KEY: None})
+    fqn = own[0].fqn
+    if fqn is None:
+        page_link("timeline", plain(name_owner(own[0])) + sentence, **{UNIT_KEY: None})
         return
-    name = format_unit(owner.fqn)
+    name = format_unit(fqn)
     page_link("units", f"{code(name)}{sentence}", **{UNIT_KEY: name})
+
+
+def _place(owner: ExposedOwner) -> str:
+    return f" in {owner.phase}" if owner.phase in PHASES_BY_NAME else ""
 
 
 def _show_step_times(summary: Summary, times: StepTimes) -> None:

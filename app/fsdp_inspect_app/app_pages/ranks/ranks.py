@@ -53,6 +53,7 @@ from fsdp_inspect_app.cards import (
     show_table_card,
     show_text,
     show_tiles,
+    with_terms,
 )
 from fsdp_inspect_app.drawn_chart import Click
 from fsdp_inspect_app.selection import (
@@ -220,10 +221,10 @@ def _show_grid(grid: RankGrid, summary: Summary, rank: int | None, step: int | N
 def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
     """Show the ranks by two dimensions of the mesh, and the group with the highest values."""
     axes = loading.result_of(entry, list_axes)
-    if len(axes) < 2 or not ranks.ranks:
+    first, second = loading.result_of(entry, default_axes)
+    if first == second or not ranks.ranks:
         return
     left, right = st.columns(2)
-    first, second = loading.result_of(entry, default_axes)
     with left:
         rows = pick("Mesh rows", axes, first, name="mesh_rows", key="mesh rows")
     others = [axis for axis in axes if axis != rows]
@@ -239,7 +240,8 @@ def _show_mesh(entry: RunEntry, ranks: Ranks, measure: str) -> None:
         key="mesh-grid",
         alt=f"A map of {label}: {rows} by {columns}. {where}",
         note="Each cell is the median over its ranks, in their typical steps. A stage, group or "
-        "node is named only if each of its ranks is above all other ranks.",
+        "node is named only if each of its ranks is above all other ranks. Equal values have "
+        "equal colors: the whole scale spans at least 10%.",
         below=plain(where),
     )
 
@@ -399,8 +401,12 @@ def _show_all(ranks: Ranks, run_id: str, shown: int | None) -> None:
         )
         show_note(
             plain(
-                f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank. "
-                "The menu of the table shows more columns."
+                with_terms(
+                    f"{ranks_wording.describe_comparing(ranks)} Choose a row to open the rank. "
+                    "The menu of the table shows more columns.",
+                    *frame,
+                    "lateness",
+                )
             )
         )
     if ranks.skews:

@@ -193,7 +193,7 @@ def _show_table(frame: pd.DataFrame, ids: Sequence[str]) -> list[str]:
             **column_formats(frame),
             "mark": st.column_config.TextColumn(width=90),
             STEP_TIMES_COLUMN: st.column_config.LineChartColumn(
-                width=110,
+                width=80,
                 help="Step time of the timed steps of the median rank, from the first to the "
                 "last. Each line has its own scale.",
             ),
