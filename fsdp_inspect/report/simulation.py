@@ -100,6 +100,12 @@ def describe_buckets(found: BucketSimulation) -> Iterable[str]:
         f"{format_ns(before.communication_ns)} -> {format_ns(after.communication_ns)} a step."
     )
     yield _self_check(f"{settings.what} are", before.step_time_ns, found)
+    if found.recorded_exposed_ns:
+        yield (
+            f"Self-check of the waits: {format_ns(before.exposed_ns)} simulated and "
+            f"{format_ns(found.recorded_exposed_ns)} measured, an error of "
+            f"{format_error(before.exposed_ns / found.recorded_exposed_ns - 1)}."
+        )
     yield from (f"Caution: {caveat}" for caveat in found.caveats)
     yield from (f"Assumed: {assumption}" for assumption in found.assumptions)
 
