@@ -21,6 +21,7 @@ from fsdp_inspect.formatting import (
     format_bytes,
     format_ns,
     format_ratio,
+    format_signed,
     format_unit,
     listed,
     plural,
@@ -378,8 +379,17 @@ def render_rules() -> RenderableType:
 
 
 def describe_saving(what: Suggestion | Proposal, plan: PlanAdvice) -> str:
-    """The gain or the cost: `saves 4.1 ms a step (3.2%; interval 2.0 ms to 5.0 ms)`."""
+    """The gain or the cost: `saves 4.1 ms a step (3.2%; interval 2.0 ms to 5.0 ms)`.
+
+    An interval with 0 in it is neither: `may save up to 5.0 ms a step or cost up to 1.0 ms`.
+    """
     saved, low, high = what.saved_ns, what.saved_low_ns, what.saved_high_ns
+    if low < 0 < high:
+        middle = format_ns(saved) if saved >= 0 else f"-{format_ns(-saved)}"
+        return (
+            f"may save up to {format_ns(high)} a step or cost up to {format_ns(-low)} (simulated "
+            f"gain: {middle}, {format_signed(saved / plan.replayed_step_ns).lstrip('+')})"
+        )
     verb = "saves"
     if saved < 0:
         verb, saved, low, high = "costs", -saved, -high, -low

@@ -696,7 +696,7 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork:
         fastest=_fastest(reduced, network, num_ranks) / float(slowdowns.mean())
         if (on_host or settings.is_zero) and manifest.source != "emulated"
         else 1.0,
-        trust=_trust_of(run, member, steps),
+        trust=_trust_of(run, member, steps, network),
     )
     is_known = settings.is_zero and not math.isnan(settings.size)
     if is_known and [*map(tuple, work.assign(settings))] != [*recorded]:
@@ -741,7 +741,7 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
         else 0,
         network=network,
         fastest=_fastest(_own(events, KINDS), network, num_ranks),
-        trust=_trust_of(run, member, steps),
+        trust=_trust_of(run, member, steps, network),
         recorded=Messages((), (), 0),
         uses=uses,
         parameters=parameters,
@@ -895,10 +895,12 @@ def _network_of(run: RunSource, rank: int, events: EventTable) -> Network:
     return replace(fitted, late_ratio=measure_own_lateness(run, rank, events))
 
 
-def _trust_of(run: RunSource, member: RankSteps, steps: Sequence[int]) -> Trust:
+def _trust_of(run: RunSource, member: RankSteps, steps: Sequence[int], network: Network) -> Trust:
     times = member.step_time_ns[np.isin(member.steps, steps)].tolist()
     spread = half_range_ratio(times)
-    return replace(measure_trust(run), spread_ratio=spread, num_steps=len(steps))
+    ratio = network.unexplained_ratio
+    found = measure_trust(run)
+    return replace(found, spread_ratio=spread, num_steps=len(steps), network_ratio=ratio)
 
 
 def _largest(units: Iterable[Unit]) -> int:

@@ -183,6 +183,13 @@ class Network:
     late_ratio: float = 0.0
     """The part of the recorded durations that is waiting for ranks that arrive later."""
 
+    @property
+    def unexplained_ratio(self) -> float:
+        """How far durations are from the line of a kind whose latency is unknown, as a fraction."""
+        unknown = (each for each in self.lines.values() if each.bounds and not each.source)
+        found = (each.fit.residual_ratio for each in unknown if each.fit is not None)
+        return min(max(found, default=0.0), _MOST_ERROR)
+
     def duration_ns(self, kind: EventKind, message_bytes: int, num_ranks: int) -> int | None:
         """Duration of a collective; None if the run has no collective of that kind."""
         line = self.lines.get(kind)

@@ -613,6 +613,7 @@ class _Builder:
                 measure_trust(self._run),
                 spread_ratio=half_range_ratio([reading.duration_ns for reading in self._readings]),
                 num_steps=len(self._readings),
+                network_ratio=network.unexplained_ratio,
             ),
             torch_release=self._run.manifest.torch_release,
             peak_bytes=None if memory is None else memory.peak_bytes,

@@ -428,7 +428,9 @@ def _show_buckets(entry: RunEntry, work: MessageWork) -> None:
         if isinstance(work, BucketWork):
             show_chart_card(
                 "One backward with its buckets",
-                draw_backwards([("recorded", before), ("predicted", after)], work.computes_ns),
+                draw_backwards(
+                    [("recorded", before), ("predicted", after)], float(work.computes_ns.mean())
+                ),
                 frame,
                 key="buckets",
                 alt=f"{len(before.buckets)} recorded and {len(after.buckets)} predicted buckets of "
