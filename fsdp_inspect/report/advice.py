@@ -65,7 +65,8 @@ def describe_recommendation(advice: Advice) -> str:
     if finding is not None and finding.do:
         return f"{finding.do[0]} {finding.effect.sentence}"
     if suggestion is None or advice.plan is None:
-        return advice.answer
+        rest = advice.plan.remaining if advice.plan is not None else ()
+        return " ".join([advice.answer, *rest[:1]])
     if advice.plan.is_whole:
         fastest = advice.plan.fastest
         return f"{fastest.what}: peak {describe_plan_peak(fastest)} (predicted)."
@@ -221,6 +222,8 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
     finding, _ = recommended(advice)
     plan, options = advice.plan, ["--details shows the evidence and the other changes."]
     yield ""
+    if plan is not None and finding is None:
+        yield from (_Clipped(each, _TEXT_LINES) for each in plan.remaining)
     if plan is not None and plan.suggestions:
         yield from (_Clipped(f"Caution: {each}", _TEXT_LINES) for each in plan.caveats)
         if finding is not None and not plan.recorded_fits:
@@ -294,6 +297,7 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
             yield from _render_migration(advice.migration)
         return
     plan = advice.plan
+    yield _indented(plan.remaining)
     if plan.suggestions:
         steps = (_suggestion(at, each, plan) for at, each in enumerate(plan.suggestions, 1))
         yield from section("Changes, each on top of the previous ones", *steps)
