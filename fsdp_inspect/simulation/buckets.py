@@ -259,6 +259,8 @@ class BucketSimulation(TableResult):
     replay_error: float
     """replayed / recorded - 1."""
     predicted: BucketStep
+    backwards_per_step: float
+    """The backwards of a step, one for each microbatch; 0 for ZeRO-3."""
     low_ns: int
     high_ns: int
     """The interval of the step time, as in `simulation.simulate`."""
@@ -336,6 +338,8 @@ class MessageWork(ABC):
     trust: Trust
     recorded: Any
     """The recorded plan: buckets, or messages of ZeRO-3."""
+    all_per_step: float = 0.0
+    """Number of all backwards in a step; 0: it does not matter."""
 
     @abstractmethod
     def plan_of(self, settings: BucketSettings) -> Any:
@@ -389,8 +393,6 @@ class BucketWork(MessageWork):
 
     backwards_per_step: float
     """Number of backwards in a step that reduce buckets."""
-    all_per_step: float
-    """Number of all backwards in a step."""
     computes_ns: NDArray[np.float64]
     """From the begin of each backward until all gradients are computed, without waits in it."""
     slowdowns: NDArray[np.float64]
@@ -1166,6 +1168,7 @@ def predict_buckets(
         replayed=replayed,
         replay_error=error,
         predicted=predicted,
+        backwards_per_step=work.all_per_step,
         low_ns=round(min(steps) * max(1 - margin, 0.0)),
         high_ns=round(max(steps) * (1 + margin)),
         change=predicted.step_time_ns / replayed.step_time_ns - 1,

@@ -452,16 +452,13 @@ def test_overview_exports_the_run(shown):
 
 
 def test_a_link_to_the_name_of_a_run_opens_it_if_it_is_the_only_one(open_app, tmp_path):
-    builder = RunBuilder(["a"], name="mine")
-    builder.rank(0).step(0, 0, 1000)
-    for folder in ("1-mine-be1e", "2-other-af00"):
-        write_built(builder.build(), tmp_path / folder)
-        builder = RunBuilder(["a"], name="other")
+    for folder in ("1-mine-be1e", "2-other-af00", "3-other-af01"):
+        builder = RunBuilder(["a"], name=folder.split("-")[1])
         builder.rank(0).step(0, 0, 1000)
+        write_built(builder.build(), tmp_path / folder)
     app = open_app(tmp_path, "overview", run="mine")
     assert app.selectbox(key="run").value == "1-mine-be1e"
     assert "was not found" not in read(app)
-    write_built(builder.build(), tmp_path / "3-other-af01")
     app = open_app(tmp_path, "overview", run="other")
     assert "of the link means 2 runs: `2-other-af00`, `3-other-af01`" in read(app)
 

@@ -14,7 +14,7 @@ from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run, find_findings
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.report.advice import recommended
-from fsdp_inspect.report.simulation import describe_buckets, render_buckets
+from fsdp_inspect.report.simulation import describe_buckets, describe_period, render_buckets
 from fsdp_inspect.simulation.buckets import (
     BucketChanges,
     BucketWork,
@@ -271,3 +271,10 @@ def test_the_mean_of_unequal_backwards_is_simulated() -> None:
     work = measure_buckets(run)
     assert work.exposed_ns > 0
     assert work.simulate(work.recorded).exposed_ns == pytest.approx(work.exposed_ns, rel=0.02)
+
+
+def test_the_times_of_one_backward_are_told_from_those_of_the_step() -> None:
+    found = predict_buckets(measure_buckets(run_of(assign(BLOCKS, 2.0))), None)
+    assert found.backwards_per_step == 1
+    assert "microbatches" not in describe_period(found)
+    assert "A step has 8 microbatches" in describe_period(replace(found, backwards_per_step=8.0))
