@@ -16,6 +16,7 @@ from fsdp_inspect.advice.advise import Advice, PlanAdvice
 from fsdp_inspect.advice.evidence import Finding, TraceRow
 from fsdp_inspect.advice.migration import Migration
 from fsdp_inspect.advice.rules import RULES
+from fsdp_inspect.advice.search import WORTH_RATIO
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
 from fsdp_inspect.formatting import (
     format_bytes,
@@ -461,6 +462,20 @@ def describe_searched_plans(plan: PlanAdvice) -> str:
         f"{plan.rank}. The recorded plan takes {format_ns(plan.recorded_step_ns)} a step "
         f"(measured). Self-check: its simulation has an error of {format_error(plan.replay_error)}."
         " Every interval includes this error. Of equally fast plans, the simplest is recommended."
+        f"{_why_not_fastest(plan)}"
+    )
+
+
+def _why_not_fastest(plan: PlanAdvice) -> str:
+    """Why a plan of the list is faster than the recommended one; empty: none is, or notes say."""
+    least_ns = min((point.step_ns for point in plan.front), default=plan.fastest.step_ns)
+    later_ns = plan.fastest.step_ns - least_ns
+    if not 0 < later_ns < WORTH_RATIO * plan.replayed_step_ns:
+        return ""
+    return (
+        f" The fastest plan of the list takes {format_ns(least_ns)}. It changes more than the "
+        f"recommended plan of {format_ns(plan.fastest.step_ns)}, and the difference is below "
+        f"{format_ratio(WORTH_RATIO)} of the step."
     )
 
 

@@ -163,7 +163,10 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
             f"{format_ns(after.causes_ns.get(name, 0))}"
             for name in names
         )
-        yield f"By cause, both simulated: {', '.join(causes)}."
+        yield (
+            f"By cause, both simulated: {', '.join(causes)}. One rank is simulated, so these "
+            "causes contain its waiting for the last rank, which the measured causes list apart."
+        )
     yield _self_check("plan is", before.step_time_ns, simulation)
     if (count := simulation.plan.accumulation.microbatches) > 1:
         yield f"A step has {count} microbatches. All times are sums over the step."
