@@ -26,6 +26,7 @@ import streamlit as st
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.result_types import RunEntry
+from fsdp_inspect.store.folder import find_named
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.drawn_chart import Click
 from fsdp_inspect_app.empty_states import show_no_runs, show_unreadable
@@ -183,13 +184,15 @@ def _written() -> dict[str, list[str]]:
     return written
 
 
-def follow_run(ids: Collection[str]) -> None:
+def follow_run(entries: Mapping[str, RunEntry]) -> None:
     """Set the run picker to the run in the address, or else its last run, or else the first run.
 
     Args:
-        ids: The runs of the folder, at least one.
+        entries: The runs of the folder by their ids, at least one.
     """
-    asked = linked(RUN_KEY, ids)
+    ids = entries.keys()
+    same = find_named(entries.values(), st.query_params.get(RUN_KEY, ""))
+    asked = same[0].id if len(same) == 1 else None
     if _is_new(RUN_KEY):
         st.session_state[_LOST] = None if asked else st.query_params.get(RUN_KEY) or None
         if asked is not None:

@@ -10,6 +10,7 @@ import streamlit as st
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.report.charts.chart import read_style
 from fsdp_inspect.result_types import RunStatus
+from fsdp_inspect.store.folder import find_named
 from fsdp_inspect_app import loading
 from fsdp_inspect_app.cards import stop_exploring
 from fsdp_inspect_app.command_palette import show_command_palette
@@ -53,10 +54,11 @@ _NO_MANIFEST = (
 def show_sidebar(pages: list[PageFile], shown: PageFile) -> None:
     """Show the run picker, the palette, the saved views, and the button that saves the page."""
     sheet = start_sheet(shown.title)
-    ids = [entry.id for entry in loading.list_entries()]
+    entries = {entry.id: entry for entry in loading.list_entries()}
+    ids = [*entries]
     if not ids:
         return
-    follow_run(ids)
+    follow_run(entries)
     with st.sidebar:
         picked = [*dict.fromkeys([*ids[:_MOST_PICKED], st.session_state[RUN_KEY]])]
         chosen = st.selectbox(
@@ -93,8 +95,10 @@ def _describe_picked(num_runs: int) -> str:
 def _show_lost(chosen: str) -> None:
     lost = lost_run()
     if lost is not None:
+        same = [entry.id for entry in find_named(loading.list_entries(), lost)]
+        why = f"means {len(same)} runs: {', '.join(map(code, same))}" if same else "was not found"
         st.warning(
-            f"Run {code(lost[:_MOST_LETTERS])} of the link was not found\\. Shown instead: "
+            f"Run {code(lost[:_MOST_LETTERS])} of the link {why}\\. Shown instead: "
             f"{code(run_name(chosen))}\\."
             + (f" {_NO_MANIFEST}" if lost in loading.list_without_manifest() else ""),
             icon=":material/link_off:",

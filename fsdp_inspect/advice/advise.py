@@ -19,7 +19,7 @@ from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run
 from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.results import Result
-from fsdp_inspect.simulation.network import unknown_latencies
+from fsdp_inspect.simulation.network import PROBE, unknown_latencies
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
@@ -29,6 +29,8 @@ _NO_MEMORY = (
     "Memory is unknown: the run has no memory step with the passes of its timed steps. Record one "
     "with Recorder(..., memory_steps=[3])."
 )
+_LARGE_RATIO = 0.1
+"""The fraction of a step from which a time that no plan shortens is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class PlanAdvice:
     notes: tuple[str, ...]
     caveats: tuple[str, ...]
     """What makes every prediction of the run uncertain, one sentence each."""
+    remaining: tuple[str, ...]
+    """If nothing is to change: the time that remains, and what no simulated plan addresses."""
     snippet: str
     """Python that applies the written plan."""
     change: CodeChange
@@ -252,6 +256,9 @@ def _advise_plan(
             *_limits_of_search(scorer, request, fits=found.fits),
         ),
         caveats=scorer.trust.prediction_caveats,
+        remaining=()
+        if increments or not found.fits
+        else tuple(_remaining(scorer, evidence, request)),
         snippet="" if scorer.space.plan.fsdp1 else how_to_apply(request.plan_file),
         change=change,
         verify=how_to_verify(request, change.launch),
@@ -334,6 +341,28 @@ def _notes(scorer: PlanScorer, limit: int | None) -> list[str]:
     return notes
 
 
+def _remaining(scorer: PlanScorer, evidence: Evidence, request: AdviceRequest) -> Iterator[str]:
+    """The largest times of the step that no simulated plan shortens, and what is unknown."""
+    step_ns = scorer.recorded.step_ns
+    exposed_ns = sum(evidence.exposed_by_kind_ns.values())
+    if unknown := scorer.network.unknown:
+        kinds = " and ".join(kind.label.replace("_", "-") for kind in unknown)
+        yield (
+            f"The latency of {kinds} is unknown, so a plan with other messages may still save "
+            f"time. The network probe measures it: {PROBE}."
+        )
+    if evidence.optimizer_ns >= _LARGE_RATIO * step_ns:
+        yield (
+            f"No plan shortens the optimizer, {format_ns(evidence.optimizer_ns)} of the step "
+            f"({format_ratio(evidence.optimizer_ns / step_ns)})."
+        )
+    if exposed_ns >= _LARGE_RATIO * step_ns and not request.allow_dtypes and _sends_float32(scorer):
+        yield (
+            f"{format_ns(exposed_ns)} of communication are exposed. Not tried: messages in "
+            "bfloat16, which have half the bytes (--allow-dtypes)."
+        )
+
+
 def _maybe_faster(scorer: PlanScorer, search: Search, target: Choice) -> Iterator[str]:
     """The plan that is faster if the latency has its middle value, but perhaps not otherwise."""
     fitting = [choice for choice, score in scorer.scores.items() if search.fits(score)]
@@ -345,7 +374,7 @@ def _maybe_faster(scorer: PlanScorer, search: Search, target: Choice) -> Iterato
     what = say_changes(best, is_fsdp1=scorer.space.plan.fsdp1 is not None)
     yield (
         f"Perhaps faster: {what}. The step takes {low} to {high}, depending on the "
-        "latency, which the run does not show. Measure it (`python -m fsdp_inspect.probe --help`), "
+        f"latency, which the run does not show. Measure it ({PROBE}), "
         "or run the plan."
     )
 

@@ -96,6 +96,11 @@ class Evidence:
     backward_gathers_ns: int
     reductions_per_unit: float = 0.0
     """Reductions of gradients per unit and step in the typical step; 0 if it is unknown."""
+    unused_map_ns: int = 0
+    """The exposed time of the all-reduces of no unit in backward, which with
+    `find_unused_parameters` are those of DDP's map of unused parameters."""
+    optimizer_ns: int = 0
+    """The optimizer in the typical step."""
     step_time_ns: int | None = None
     """Time of the typical step."""
     peak_bytes: int | None = None

@@ -30,7 +30,7 @@ from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.simulation.buckets import find_best_buckets
 from fsdp_inspect.simulation.recorded import RecordedWork
-from fsdp_inspect.trace.codes import EventKind, MemoryCategory
+from fsdp_inspect.trace.codes import EventKind, MemoryCategory, Phase, StepPart
 from fsdp_inspect.trace.run import RunSource
 
 
@@ -162,6 +162,20 @@ def _evidence(run: RunSource, summary: Summary, *, for_plans: bool = True) -> Ev
             each.count_per_step / each.num_units
             for each in (exposed.passes if exposed else ())
             if each.num_units and each.kind == EventKind.ALL_REDUCE.label
+        ),
+        unused_map_ns=sum(
+            owner.exposed_ns
+            for owner in (exposed.owners if exposed else ())
+            if (owner.fqn, owner.kind, owner.phase)
+            == (None, EventKind.ALL_REDUCE.label, Phase.BACKWARD.label)
+        ),
+        optimizer_ns=next(
+            (
+                part.duration_ns
+                for part in (summary.breakdown.parts if summary.breakdown else ())
+                if part.name == StepPart.OPTIMIZER.label
+            ),
+            0,
         ),
         step_time_ns=summary.step_time_ns.typical if summary.step_time_ns else None,
         peak_bytes=summary.peak_allocated_bytes,

@@ -26,7 +26,7 @@ from fsdp_inspect.simulation.changes import BLOCK
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import ITEMSIZE
 from fsdp_inspect.trace.run import RunManifest, Unit
-from fsdp_inspect.trace.sharders import DDP, ZERO3, ddp_code
+from fsdp_inspect.trace.sharders import DDP, UNUSED_MAP, ZERO3, ddp_code
 
 LARGE_PART_RATIO = 0.2
 """A part with less than this fraction of a unit is not worth a unit of its own (R3)."""
@@ -387,8 +387,10 @@ def _search_of_unused(evidence: Evidence) -> Iterator[Finding]:
         (),
         "DDP searches for unused parameters, and every backward used all of them.",
         "find_unused_parameters=True traverses the graph in every step, and keeps the first order "
-        "of the buckets instead of the order of the gradients.",
+        f"of the buckets instead of the order of the gradients. {UNUSED_MAP} Its exposed time is "
+        f"{format_ns(evidence.unused_map_ns)} a step.",
         ("Set find_unused_parameters=False, the default.",),
+        {"exposed_unused_map_ns": evidence.unused_map_ns},
         effect=Effect(sentence="No gain is predicted: the time of the search is not recorded."),
         assumptions=(
             f"Backwards {others} every parameter, like the recorded ones. Else torch stops with an "

@@ -120,11 +120,18 @@ def fit_link(
     fit = sample.describe(latency, slope, None)
     if fit.explained_ratio < MIN_EXPLAINED_RATIO:
         return sample.bandwidth_only(
-            f"The size of a message explains only {max(fit.explained_ratio, 0):.0%} of the "
+            f"The size of a message explains only {_below(fit.explained_ratio)} of the "
             f"differences between durations, and at least {MIN_EXPLAINED_RATIO:.0%} are required. "
             f"The durations differ from the fitted line by {fit.residual_ratio:.0%} (median)."
         )
     return fit
+
+
+def _below(ratio: float) -> str:
+    """A ratio below the required one, with the digits that show the difference."""
+    shown = (f"{max(ratio, 0):.{digits}%}" for digits in range(4))
+    required = f"{MIN_EXPLAINED_RATIO:.0%}"
+    return next((each for each in shown if float(each[:-1]) < float(required[:-1])), "less")
 
 
 class _Sample:

@@ -5,11 +5,13 @@ of one rank. The other ranks have groups of their own with the same index, along
 of the device mesh: for the group of ranks 0 and 2 in a world of four, this is the group of 1 and 3.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappush, heappushpop
 from typing import Self
 
 import numpy as np
@@ -116,6 +118,39 @@ def queue_up(collectives: EventTable, *, apart: NDArray[np.integer] | None = Non
         same_stream_end_ns=_ended_before(collectives, on_stream)[1],
         turn_ns=np.maximum(collectives.start_ns, ahead_end_ns),
     )
+
+
+def count_lanes(collectives: EventTable) -> int:
+    """The number of collectives of one rank that a communicator is seen to run at a time.
+
+    gloo gives each collective to the next free one of its threads. So a collective that ends before
+    one that was issued earlier ran on another thread. The longest such chain is the least number of
+    threads.
+    """
+    order = np.lexsort((collectives.sequence, collectives.issue_ns))
+    found = 1
+    for group in np.unique(collectives.group[collectives.group >= 0]):
+        last: list[int] = []  # the longest chain that ends at each time, with rising -end
+        for end in collectives.end_ns[order[collectives.group[order] == group]].tolist():
+            place = bisect_left(last, -end)
+            last[place : place + 1] = [-end]
+        found = max(found, len(last))
+    return found
+
+
+def take_turns(collectives: EventTable, lanes: int) -> NDArray[np.int64]:
+    """The `Queue.turn_ns` of communicators that run this number of collectives at a time."""
+    turns = collectives.start_ns.copy()
+    busy: defaultdict[int, list[int]] = defaultdict(list)
+    order = np.lexsort((collectives.sequence, collectives.issue_ns))
+    for at in order[collectives.group[order] >= 0].tolist():
+        ends, end = busy[int(collectives.group[at])], int(collectives.end_ns[at])
+        if len(ends) < lanes:
+            heappush(ends, end)
+            continue
+        turns[at] = max(turns[at], ends[0])
+        heappushpop(ends, end)
+    return turns
 
 
 def _link(previous: NDArray[np.int64], order: NDArray[np.int64], keys: NDArray[np.integer]) -> None:

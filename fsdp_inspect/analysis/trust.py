@@ -126,6 +126,9 @@ class Trust:
     host_behind_ratio: float = 0.0
     """Time in which the host is behind the device, as a fraction of the typical step; see [Note:
     the host behind the device] in `store.reduction.step_parts`. 0 without a device."""
+    network_ratio: float = 0.0
+    """`Network.unexplained_ratio`: how much the durations of collectives vary for a reason that the
+    run does not show. 0 if their latency is known."""
     is_pipeline: bool = False
     """Whether the rank sends to others or receives from them in these steps."""
 
@@ -343,11 +346,13 @@ class Trust:
         """Half the width of the interval of a gain, without the network.
 
         Args:
-            gain_ns: The gain. The recorded times behind it vary as much as the recorded steps.
+            gain_ns: The gain. The recorded times behind it vary as much as the recorded steps, and
+                its collectives as much as those whose latency is unknown.
             step_ns: The simulated step of the recorded plan.
         """
         of_simulation = (abs(self.self_check_error) + self._host_margin) * step_ns
-        return of_simulation + self.spread_ratio * abs(gain_ns) + self.busy_ns(step_ns)
+        of_gain = (self.spread_ratio + self.network_ratio) * abs(gain_ns)
+        return of_simulation + of_gain + self.busy_ns(step_ns)
 
 
 def measure_trust(run: RunSource) -> Trust:

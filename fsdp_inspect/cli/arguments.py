@@ -102,16 +102,24 @@ def open_stored_argument(
         StoreError: The run cannot be read.
     """
     from fsdp_inspect.errors import NotARunError
-    from fsdp_inspect.store.folder import list_runs
+    from fsdp_inspect.store.folder import find_named, list_runs
     from fsdp_inspect.store.reader import open_run
 
     try:
         return open_run(run, attempt=attempt, tasks=tasks)
     except NotARunError:
-        inside = list_runs(run)
-        if len(inside) != 1:
+        found = list_runs(run)
+        if not found and not Path(run).exists() and "://" not in run:
+            found = find_named(list_runs(Path(run).parent), Path(run).name)
+            if len(found) > 1:
+                paths = ", ".join(str(entry.path) for entry in found)
+                raise NotARunError(
+                    f"Run {run!r} is ambiguous: {len(found)} runs have this name. Expected the "
+                    f"folder of one run. Choose one of: {paths}"
+                ) from None
+        if len(found) != 1:
             raise
-        return open_run(inside[0].path, attempt=attempt, tasks=tasks)
+        return open_run(found[0].path, attempt=attempt, tasks=tasks)
 
 
 def require_new_file(option: str, path: Path | None) -> None:

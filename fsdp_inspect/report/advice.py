@@ -16,11 +16,13 @@ from fsdp_inspect.advice.advise import Advice, PlanAdvice
 from fsdp_inspect.advice.evidence import Finding, TraceRow
 from fsdp_inspect.advice.migration import Migration
 from fsdp_inspect.advice.rules import RULES
+from fsdp_inspect.advice.search import WORTH_RATIO
 from fsdp_inspect.advice.suggestions import Proposal, Suggestion
 from fsdp_inspect.formatting import (
     format_bytes,
     format_ns,
     format_ratio,
+    format_signed,
     format_unit,
     listed,
     plural,
@@ -68,7 +70,8 @@ def describe_recommendation(advice: Advice) -> str:
         failed = advice.refusal or "No simulated plan saves time for certain."
         return f"{failed.partition('. ')[0].removesuffix('.')}. Another finding: {do}"
     if suggestion is None or advice.plan is None:
-        return advice.answer
+        rest = advice.plan.remaining if advice.plan is not None else ()
+        return " ".join([advice.answer, *rest[:1]])
     fastest, number = advice.plan.fastest, len(advice.plan.suggestions)
     if advice.plan.is_whole:
         return f"{fastest.what}: peak {describe_plan_peak(fastest)} (predicted)."
@@ -239,6 +242,8 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
     finding, _ = recommended(advice)
     plan, options = advice.plan, ["--details shows the evidence and the other changes."]
     yield ""
+    if plan is not None and finding is None:
+        yield from (_Clipped(each, _TEXT_LINES) for each in plan.remaining)
     if plan is not None and plan.suggestions:
         yield from (_Clipped(f"Caution: {each}", _TEXT_LINES) for each in plan.caveats)
         if finding is not None and not plan.recorded_fits:
@@ -315,6 +320,7 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
             yield from _render_migration(advice.migration)
         return
     plan = advice.plan
+    yield _indented(plan.remaining)
     if plan.suggestions:
         steps = (_suggestion(at, each, plan) for at, each in enumerate(plan.suggestions, 1))
         yield from section("Changes, each on top of the previous ones", *steps)
@@ -400,8 +406,17 @@ def render_rules() -> RenderableType:
 
 
 def describe_saving(what: Suggestion | Proposal, plan: PlanAdvice) -> str:
-    """The gain or the cost: `saves 4.1 ms a step (3.2%; interval 2.0 ms to 5.0 ms)`."""
+    """The gain or the cost: `saves 4.1 ms a step (3.2%; interval 2.0 ms to 5.0 ms)`.
+
+    An interval with 0 in it is neither: `may save up to 5.0 ms a step or cost up to 1.0 ms`.
+    """
     saved, low, high = what.saved_ns, what.saved_low_ns, what.saved_high_ns
+    if low < 0 < high:
+        middle = format_ns(saved) if saved >= 0 else f"-{format_ns(-saved)}"
+        return (
+            f"may save up to {format_ns(high)} a step or cost up to {format_ns(-low)} (simulated "
+            f"gain: {middle}, {format_signed(saved / plan.replayed_step_ns).lstrip('+')})"
+        )
     verb = "saves"
     if saved < 0:
         verb, saved, low, high = "costs", -saved, -high, -low
@@ -469,6 +484,20 @@ def describe_searched_plans(plan: PlanAdvice) -> str:
         f"{plan.rank}. The recorded plan takes {format_ns(plan.recorded_step_ns)} a step "
         f"(measured). Self-check: its simulation has an error of {format_error(plan.replay_error)}."
         " Every interval includes this error. Of equally fast plans, the simplest is recommended."
+        f"{_why_not_fastest(plan)}"
+    )
+
+
+def _why_not_fastest(plan: PlanAdvice) -> str:
+    """Why a plan of the list is faster than the recommended one; empty: none is, or notes say."""
+    least_ns = min((point.step_ns for point in plan.front), default=plan.fastest.step_ns)
+    later_ns = plan.fastest.step_ns - least_ns
+    if not 0 < later_ns < WORTH_RATIO * plan.replayed_step_ns:
+        return ""
+    return (
+        f" The fastest plan of the list takes {format_ns(least_ns)}. It changes more than the "
+        f"recommended plan of {format_ns(plan.fastest.step_ns)}, and the difference is below "
+        f"{format_ratio(WORTH_RATIO)} of the step."
     )
 
 

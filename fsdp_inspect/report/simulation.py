@@ -53,8 +53,20 @@ def render_buckets(found: BucketSimulation) -> RenderableType:
         dim(
             f"Predicted from {found.num_steps} recorded steps of rank {found.rank}. The recorded "
             f"{found.settings.what} are simulated too, so that the error of the simulation cancels "
-            f"in the difference. Times are those since the begin of {found.settings.period}."
+            f"in the difference. {describe_period(found)}"
         ),
+    )
+
+
+def describe_period(found: BucketSimulation) -> str:
+    """The period to which the times of buckets belong, and how many of them a step has."""
+    since = f"Times are those since the begin of {found.settings.period}."
+    if found.backwards_per_step <= 1:
+        return since
+    count = f"{found.backwards_per_step:.3g}"
+    return (
+        f"{since} A step has {count} microbatches with a backward each. The backward of the step, "
+        "as on Overview, is their sum."
     )
 
 
@@ -100,6 +112,12 @@ def describe_buckets(found: BucketSimulation) -> Iterable[str]:
         f"{format_ns(before.communication_ns)} -> {format_ns(after.communication_ns)} a step."
     )
     yield _self_check(f"{settings.what} are", before.step_time_ns, found)
+    if found.recorded_exposed_ns:
+        yield (
+            f"Self-check of the waits: {format_ns(before.exposed_ns)} simulated and "
+            f"{format_ns(found.recorded_exposed_ns)} measured, an error of "
+            f"{format_error(before.exposed_ns / found.recorded_exposed_ns - 1)}."
+        )
     yield from (f"Caution: {caveat}" for caveat in found.caveats)
     yield from (f"Assumed: {assumption}" for assumption in found.assumptions)
 
@@ -145,8 +163,13 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
             f"{format_ns(after.causes_ns.get(name, 0))}"
             for name in names
         )
-        yield f"By cause, both simulated: {', '.join(causes)}."
+        yield (
+            f"By cause, both simulated: {', '.join(causes)}. One rank is simulated, so these "
+            "causes contain its waiting for the last rank, which the measured causes list apart."
+        )
     yield _self_check("plan is", before.step_time_ns, simulation)
+    if (count := simulation.plan.accumulation.microbatches) > 1:
+        yield f"A step has {count} microbatches. All times are sums over the step."
     for number, kind in enumerate(simulation.kinds):
         yield _kind(kind, "This prediction" if number == 0 else "Another kind of step")
     for caveat in simulation.caveats:

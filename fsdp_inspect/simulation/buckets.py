@@ -1,14 +1,19 @@
 """Predict a step of DDP or ZeRO with other buckets or messages, from one recorded run.
 
 [Note: The model of buckets]
-DDP sums the gradients of a bucket as soon as its last gradient is ready. The all-reduces run one
-after the other on one communicator while backward computes. After the last gradient, backward waits
-for the remaining ones. The simulation needs
+DDP sums the gradients of a bucket as soon as its last gradient is ready. The all-reduces run beside
+backward, in the order of the buckets. NCCL runs one at a time. gloo has several threads, and the
+record shows how many of them worked at a time (`count_lanes`). After the last gradient, backward
+waits for the remaining all-reduces. The simulation needs
 
 - the time at which each gradient is ready: measured at the ends of the recorded buckets, and
   inferred between them, in proportion to the bytes;
 - the duration of an all-reduce of any size: the cost line that is fitted to the run's own ones
   (`simulation.network`).
+
+Each recorded backward of DDP is simulated by itself, with its own times and with its all-reduces
+as slow as they were. A wait is the later of several moments, so the wait of a mean backward would
+be shorter than the mean wait.
 
 The rest of the step stays as recorded: compute, copies, other collectives, and their waits. The
 recorded buckets are simulated too, so that the error of the model is known.
@@ -36,7 +41,8 @@ reduces the buckets in reverse.
 
 On CPU, an all-reduce takes cores from the backward beside it, and is slower than one after it. How
 much is unknown, so the interval includes all-reduces as fast as the fastest tenth of the recorded
-ones.
+ones. How much slower several all-reduces at a time are than one is unknown, too. So the interval of
+other buckets includes all-reduces of the recorded durations one after the other.
 
 [Note: The messages of ZeRO-3]
 `simulation.zero3` gives the messages of a step with any settings, and the hooks that issue them and
@@ -55,13 +61,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.analysis.memory.fit import measure_allocatable
+from fsdp_inspect.analysis.shared_collectives import count_lanes
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank
 from fsdp_inspect.analysis.trust import Trust, measure_trust
 from fsdp_inspect.columns import TableSpec, metric_column, unit_column, value_column
@@ -88,6 +95,7 @@ from fsdp_inspect.simulation.zero3 import (
 )
 from fsdp_inspect.statistics import half_range_ratio
 from fsdp_inspect.trace.codes import (
+    COLLECTIVES,
     ENTERS,
     ITEMSIZE,
     LEAVES,
@@ -251,6 +259,8 @@ class BucketSimulation(TableResult):
     replay_error: float
     """replayed / recorded - 1."""
     predicted: BucketStep
+    backwards_per_step: float
+    """The backwards of a step, one for each microbatch; 0 for ZeRO-3."""
     low_ns: int
     high_ns: int
     """The interval of the step time, as in `simulation.simulate`."""
@@ -275,8 +285,8 @@ class _Gradient(NamedTuple):
 
     numel: int
     dtype: str
-    ready_ns: float
-    """From the begin of backward, without waits in it; mean over the recorded backwards."""
+    ready_ns: NDArray[np.float64]
+    """From the begin of each simulated backward, without waits in it."""
 
     @property
     def num_bytes(self) -> int:
@@ -285,17 +295,19 @@ class _Gradient(NamedTuple):
 
 
 class _Backwards(NamedTuple):
-    """The mean of the recorded backwards that reduce buckets."""
+    """The recorded backwards of DDP that reduce buckets, or the mean of those of ZeRO."""
 
     per_step: float
     """Number of these backwards in a step."""
     all_per_step: float
     """Number of all backwards in a step."""
     ready_ns: NDArray[np.float64]
-    """From the begin of backward until each bucket is ready, without waits in backward; NaN: its
-    all-reduce was queued."""
-    ends_ns: float
-    """From the begin of backward until all gradients are computed, without waits in it."""
+    """Shape (backwards, buckets): from the begin of backward until each bucket is ready, without
+    waits in backward; NaN: its all-reduce was queued."""
+    ends_ns: NDArray[np.float64]
+    """Shape (backwards,): until all gradients are computed, without waits in it."""
+    reduces_ns: NDArray[np.float64]
+    """Shape (backwards,): the durations of its all-reduces; empty: unknown."""
 
     @property
     def is_inferred(self) -> bool:
@@ -322,10 +334,12 @@ class MessageWork(ABC):
     """Bytes of DeepSpeed's buffer for each element of a bucket; 0: there is no buffer."""
     network: Network
     fastest: float
-    """The duration of the fastest tenth of the recorded collectives, / that of their cost line."""
+    """The duration of the fastest tenth of the recorded collectives, / the simulated one."""
     trust: Trust
     recorded: Any
     """The recorded plan: buckets, or messages of ZeRO-3."""
+    all_per_step: float = 0.0
+    """Number of all backwards in a step; 0: it does not matter."""
 
     @abstractmethod
     def plan_of(self, settings: BucketSettings) -> Any:
@@ -340,6 +354,10 @@ class MessageWork(ABC):
     @abstractmethod
     def assumptions(self, settings: BucketSettings, network: Network) -> Iterable[str]:
         """What a prediction assumes, one sentence each."""
+
+    def worst_cases(self, _plan: Any) -> tuple[Self, ...]:
+        """The work with which a plan may be slower; empty: there is no doubt."""
+        return ()
 
     def held_bytes(self, plan: Any, settings: BucketSettings) -> int:
         """The bytes of DeepSpeed's buffers for gradients: one, or two with `overlap_comm`."""
@@ -375,12 +393,14 @@ class BucketWork(MessageWork):
 
     backwards_per_step: float
     """Number of backwards in a step that reduce buckets."""
-    all_per_step: float
-    """Number of all backwards in a step."""
-    computes_ns: float
-    """From the begin of a backward until all gradients are computed, without waits in it."""
+    computes_ns: NDArray[np.float64]
+    """From the begin of each backward until all gradients are computed, without waits in it."""
+    slowdowns: NDArray[np.float64]
+    """The duration of the all-reduces of each backward, / that of their cost line."""
     gradients: tuple[_Gradient, ...]
     """In the order in which they enter the recorded buckets."""
+    lanes: int
+    """The all-reduces that run at a time: gloo has several threads."""
     is_inferred: bool
     """Whether the time of some recorded buckets is inferred."""
     in_model_order: bool
@@ -400,37 +420,46 @@ class BucketWork(MessageWork):
         # Without overlap, DDP's all-reduces begin when backward has ended.
         free_from = 0.0 if settings.is_zero or settings.overlaps else self.computes_ns
         is_behind = settings.is_zero and settings.overlaps and not self.on_host
-        end = blocked = 0.0
+        end = blocked = np.zeros(len(self.slowdowns))
+        lanes = np.zeros((self.lanes, len(self.slowdowns)))
         found, waits = [], []
         for place, (members, ready) in enumerate(zip(plan, ready_ns, strict=True)):
             size = sum(self.gradients[each].num_bytes for each in members)
-            ready += blocked
-            start = max(end, ready, free_from)
-            duration = line.duration_ns(size, factor)
-            end = start + duration
+            ready = ready + blocked
+            start = np.maximum(np.maximum(lanes[0], ready), free_from)
+            durations = line.duration_ns(size, factor) * self.slowdowns
+            lanes[0] = start + durations
+            lanes.sort(axis=0)
+            end = lanes[-1].copy()
             if settings.is_zero:
                 waits.append((ready, start if is_behind else end))
-                blocked += waits[-1][1] - ready
-            found.append(
-                SimulatedBucket(
-                    f"bucket {place}", len(members), size, round(ready), round(start), duration
-                )
-            )
-        waits.append((self.computes_ns + blocked, end))
+                blocked = blocked + waits[-1][1] - ready
+            times = (round(float(each.mean())) for each in (ready, start, durations))
+            found.append(SimulatedBucket(f"bucket {place}", len(members), size, *times))
+        waits.append((self.computes_ns + blocked, np.maximum(end, self.computes_ns + blocked)))
+        means = [(round(float(a.mean())), round(float(b.mean()))) for a, b in waits]
         per_step = self._backwards_per_step(settings)
-        exposed = max(end - self.computes_ns, 0.0) * per_step
+        exposed = float(np.maximum(end - self.computes_ns, 0.0).mean()) * per_step
         return BucketStep(
             step_time_ns=round(self.step_time_ns - self.exposed_ns + exposed),
             exposed_ns=round(exposed),
             communication_ns=round(per_step * sum(b.duration_ns for b in found)),
             buckets=tuple(found),
-            waits=tuple((round(first), round(last)) for first, last in waits if last > first),
+            waits=tuple((first, last) for first, last in means if last > first),
         )
 
-    def _ready_ns(self, buckets: Sequence[Sequence[int]], settings: BucketSettings) -> list[float]:
+    def worst_cases(self, plan: Any) -> tuple[Self, ...]:
+        """All-reduces of other buckets one after the other; see [Note: The buckets of DDP]."""
+        is_known = self.lanes == 1 or [*map(tuple, plan)] == [*map(tuple, self.recorded)]
+        return () if is_known else (replace(self, lanes=1),)
+
+    def _ready_ns(
+        self, buckets: Sequence[Sequence[int]], settings: BucketSettings
+    ) -> list[NDArray[np.float64]]:
         """The time at which each bucket is handed to the network, without waits in backward."""
         if not settings.is_zero:
-            return [max(self.gradients[each].ready_ns for each in members) for members in buckets]
+            ready = [[self.gradients[each].ready_ns for each in members] for members in buckets]
+            return [np.max(each, axis=0) for each in ready]
         if not settings.in_backward:
             return [self.computes_ns] * len(buckets)
         # The first gradient of the next bucket does not fit.
@@ -484,6 +513,12 @@ class BucketWork(MessageWork):
             yield (
                 "Between the ends of recorded buckets, gradients become ready in proportion to "
                 "their bytes."
+            )
+        if self.lanes > 1:
+            yield (
+                f"{self.lanes} all-reduces run at a time, as recorded. How much slower they make "
+                "each other is unknown, so the interval of other buckets includes all-reduces one "
+                "after the other."
             )
         if settings.is_zero and settings.overlaps and not self.on_host:
             yield (
@@ -613,7 +648,10 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork:
     if member is None or not units:
         raise MissingDataError(_refuse(run, "it has no timed step with buckets"))
     steps = tuple(member.typical_steps.tolist())
-    events = with_own_turns(run.events(member.rank, steps=steps))
+    events = run.events(member.rank, steps=steps)
+    sent = events.where(np.isin(events.kind, list(COLLECTIVES)))
+    lanes = count_lanes(sent) if on_host and not settings.is_zero else 1
+    events = with_own_turns(events, lanes)
     backwards = _measure_backwards(events, units, len(steps), settings, on_host=on_host)
     if backwards is None:
         why = "its backwards do not reduce every bucket once, in the same order"
@@ -625,12 +663,16 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork:
     network = _network_of(run, member.rank, events)
     if EventKind.ALL_REDUCE not in network.lines:
         raise MissingDataError(_refuse(run, "no all-reduce of a bucket was timed"))
+    reduced = _of_buckets(events, EventKind.ALL_REDUCE)
     waits = _of_buckets(events, EventKind.ALL_REDUCE_WAIT)
     num_ranks = _ranks_in(manifest, units[0].replicate_group)
     observed = manifest.observed
     searches = observed.get("find_unused_parameters") == "True"
     in_model_order = searches and observed.get("static_graph") != "True"
     gradients, recorded = _spread_gradients(units, backwards, settings, in_model_order)
+    expected_ns = _expected_ns(reduced, network, num_ranks).sum()
+    known = backwards.reduces_ns
+    slowdowns = known * len(known) / expected_ns if len(known) else np.ones(1)
     work = BucketWork(
         run_id=manifest.run_id,
         rank=member.rank,
@@ -648,13 +690,15 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork:
         buffered_bytes=max(ITEMSIZE[unit.reduce_dtype] for unit in units)
         if observed.get("contiguous_gradients") == "True"
         else 0,
+        slowdowns=slowdowns,
+        lanes=lanes,
         is_inferred=backwards.is_inferred,
         in_model_order=in_model_order,
         network=network,
-        fastest=_fastest(_of_buckets(events, EventKind.ALL_REDUCE), network, num_ranks)
+        fastest=_fastest(reduced, network, num_ranks) / float(slowdowns.mean())
         if (on_host or settings.is_zero) and manifest.source != "emulated"
         else 1.0,
-        trust=_trust_of(run, member, steps),
+        trust=_trust_of(run, member, steps, network),
     )
     is_known = settings.is_zero and not math.isnan(settings.size)
     if is_known and [*map(tuple, work.assign(settings))] != [*recorded]:
@@ -699,7 +743,7 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
         else 0,
         network=network,
         fastest=_fastest(_own(events, KINDS), network, num_ranks),
-        trust=_trust_of(run, member, steps),
+        trust=_trust_of(run, member, steps, network),
         recorded=Messages((), (), 0),
         uses=uses,
         parameters=parameters,
@@ -853,10 +897,12 @@ def _network_of(run: RunSource, rank: int, events: EventTable) -> Network:
     return replace(fitted, late_ratio=measure_own_lateness(run, rank, events))
 
 
-def _trust_of(run: RunSource, member: RankSteps, steps: Sequence[int]) -> Trust:
+def _trust_of(run: RunSource, member: RankSteps, steps: Sequence[int], network: Network) -> Trust:
     times = member.step_time_ns[np.isin(member.steps, steps)].tolist()
     spread = half_range_ratio(times)
-    return replace(measure_trust(run), spread_ratio=spread, num_steps=len(steps))
+    ratio = network.unexplained_ratio
+    found = measure_trust(run)
+    return replace(found, spread_ratio=spread, num_steps=len(steps), network_ratio=ratio)
 
 
 def _largest(units: Iterable[Unit]) -> int:
@@ -879,11 +925,17 @@ def _settings_of(manifest: RunManifest) -> BucketSettings:
 
 def _fastest(rows: EventTable, network: Network, num_ranks: int) -> float:
     """The duration of the fastest tenth of some collectives, / that of their cost line."""
-    expected = [
+    expected = _expected_ns(rows, network, num_ranks)
+    return float(np.percentile((rows.end_ns - rows.start_ns) / expected, 10))
+
+
+def _expected_ns(rows: EventTable, network: Network, num_ranks: int) -> NDArray[np.float64]:
+    """The duration of each collective on its cost line, at least 1 ns."""
+    found = [
         network.duration_ns(EventKind(kind), size, num_ranks) or 1
         for kind, size in zip(rows.kind.tolist(), rows.bytes.tolist(), strict=True)
     ]
-    return float(np.percentile((rows.end_ns - rows.start_ns) / np.maximum(expected, 1), 10))
+    return np.maximum(np.array(found, np.float64), 1.0)
 
 
 def _number(text: str | None) -> float:
@@ -922,7 +974,7 @@ def _measure_backwards(
     *,
     on_host: bool,
 ) -> _Backwards | None:
-    """The mean backward; None if the backwards do not reduce every bucket once, in order."""
+    """The backwards; None if they do not reduce every bucket once, in order."""
     begun = events.where(events.kind == EventKind.BACKWARD)
     begins = dict(zip(_keys(begun), begun.start_ns.tolist(), strict=True))
     reduced = _of_buckets(events, EventKind.ALL_REDUCE)
@@ -944,11 +996,11 @@ def _measure_backwards(
         waited = (waits.end_ns - waits.start_ns)[turns].reshape(count, -1)
         begun_ns = waits.start_ns[turns].reshape(count, -1) - since
         mean = (begun_ns - (waited.cumsum(axis=1) - waited)).mean(axis=0)
-        ends_ns = float(mean[-1])
+        ends_ns = mean[-1:]
         if settings.overlaps and not on_host:  # the wait for a bucket begins at the next one
             first = (reduced.start_ns[order].reshape(count, -1) - since)[:, 0].mean()
             mean = np.concatenate(([first], mean[:-1]))
-        return _Backwards(per_step, all_per_step, mean, ends_ns)
+        return _Backwards(per_step, all_per_step, mean[None], ends_ns, np.empty(0))
     ready = (reduced.issue_ns if on_host else reduced.start_ns)[order].reshape(count, -1) - since
     is_queued = np.zeros(len(units), bool)
     if not on_host:  # a queued all-reduce does not show when its bucket was ready
@@ -959,9 +1011,10 @@ def _measure_backwards(
         first_wait[key] = min(start, first_wait.get(key, start))
     if {*first_wait} != {*keys}:
         return None
-    ends_ns = float(np.mean([start - begins[key] for key, start in first_wait.items()]))
-    mean = np.where(is_queued, np.nan, ready.mean(axis=0))
-    return _Backwards(per_step, all_per_step, mean, ends_ns)
+    ends = np.array([first_wait[key] - begins[key] for key in sorted({*keys})], np.float64)
+    lasted = (reduced.end_ns - reduced.start_ns)[order].reshape(count, -1).sum(axis=1)
+    ready = np.where(is_queued, np.nan, ready)
+    return _Backwards(per_step, all_per_step, ready, ends, lasted.astype(np.float64))
 
 
 def _keys(events: EventTable) -> list[tuple[int, int]]:
@@ -983,14 +1036,15 @@ def _spread_gradients(
     shown = np.cumsum(counts) - 1  # the gradients whose time the buckets show
     if settings.is_zero:
         shown = np.minimum(shown + 1, len(own) - 1)
-    is_known = ~np.isnan(backwards.ready_ns)
-    known_bytes, known_ns = bytes_ready[shown][is_known], backwards.ready_ns[is_known]
+    is_known = ~np.isnan(backwards.ready_ns[0])
+    known_bytes, known_ns = bytes_ready[shown][is_known], backwards.ready_ns[:, is_known]
     if not settings.in_backward:  # the gradients are ready in the reverse order of the buckets
-        known_bytes, known_ns = bytes_ready[-1:], np.array([backwards.ends_ns])
+        known_bytes, known_ns = bytes_ready[-1:], backwards.ends_ns[:, None]
         bytes_ready = bytes_ready[-1] - np.concatenate(([0], bytes_ready[:-1]))
-    ready = np.interp(
-        bytes_ready, [0.0, *known_bytes], [0.0, *np.maximum.accumulate(known_ns)]
-    ).tolist()
+    ready = np.transpose([
+        np.interp(bytes_ready, [0.0, *known_bytes], [0.0, *np.maximum.accumulate(each)])
+        for each in known_ns
+    ])  # fmt: skip
     gradients = tuple(_Gradient(*each, at) for each, at in zip(own, ready, strict=True))
     firsts = [0, *accumulate(counts)]
     return gradients, tuple(tuple(range(*span)) for span in pairwise(firsts))
@@ -1099,8 +1153,9 @@ def predict_buckets(
     predicted = work.simulate(plan, settings, network)
     steps, gains = [], []
     for before, after, stays in work.paces(network):
-        steps.append(work.simulate(plan, settings, after).step_time_ns + round(stays))
-        gains.append(work.simulate(work.recorded, network=before).step_time_ns - steps[-1])
+        for each in (work, *work.worst_cases(plan)):
+            steps.append(each.simulate(plan, settings, after).step_time_ns + round(stays))
+            gains.append(work.simulate(work.recorded, network=before).step_time_ns - steps[-1])
     margin = trust.step_margin()
     gain_margin = trust.gain_margin_ns(max(gains, key=abs), replayed.step_time_ns)
     return BucketSimulation(
@@ -1113,6 +1168,7 @@ def predict_buckets(
         replayed=replayed,
         replay_error=error,
         predicted=predicted,
+        backwards_per_step=work.all_per_step,
         low_ns=round(min(steps) * max(1 - margin, 0.0)),
         high_ns=round(max(steps) * (1 + margin)),
         change=predicted.step_time_ns / replayed.step_time_ns - 1,

@@ -183,6 +183,18 @@ class Network:
     late_ratio: float = 0.0
     """The part of the recorded durations that is waiting for ranks that arrive later."""
 
+    @property
+    def unknown(self) -> tuple[EventKind, ...]:
+        """The kinds whose latency is unknown."""
+        return tuple(kind for kind, line in self.lines.items() if line.bounds and not line.source)
+
+    @property
+    def unexplained_ratio(self) -> float:
+        """How far durations are from the line of a kind whose latency is unknown, as a fraction."""
+        fits = (self.lines[kind].fit for kind in self.unknown)
+        found = (fit.residual_ratio for fit in fits if fit is not None)
+        return min(max(found, default=0.0), _MOST_ERROR)
+
     def duration_ns(self, kind: EventKind, message_bytes: int, num_ranks: int) -> int | None:
         """Duration of a collective; None if the run has no collective of that kind."""
         line = self.lines.get(kind)
@@ -283,6 +295,10 @@ class Network:
         return replace(self, smaller={}, node=replace(self.node, line=line, is_changed=True))
 
 
+PROBE = "`python -m fsdp_inspect.probe --help`"
+"""The command that says how to measure a network."""
+
+
 def unknown_latencies(network: Network) -> list[str]:
     """The assumptions about kinds whose latency the run does not show, one sentence each."""
     return [
@@ -313,7 +329,7 @@ def _assume_latency(name: str, line: CostLine, bounds: LineBounds) -> str:
         latency = format_ns(line.latency_ns)
         extent = "" if least == most else f", {between}"
         return f"The latency of {name} is {latency}{extent}, from {line.source}."
-    remedy = "The network probe measures the latency: `python -m fsdp_inspect.probe --help`."
+    remedy = f"The network probe measures the latency: {PROBE}."
     if line.missing:
         why = f"{why} {line.missing}"
         remedy = "Probe the network again while the machines are idle."

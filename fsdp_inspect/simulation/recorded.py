@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.memory.fit import measure_allocatable
-from fsdp_inspect.analysis.shared_collectives import queue_up
+from fsdp_inspect.analysis.shared_collectives import queue_up, take_turns
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_per_step
 from fsdp_inspect.analysis.trust import MAX_REPLAY_ERROR, Trust, measure_trust
 from fsdp_inspect.errors import MissingDataError
@@ -344,14 +344,17 @@ def _expect_measured_collectives(run: RunSource, events: EventTable) -> None:
         )
 
 
-def with_own_turns(events: EventTable) -> EventTable:
+def with_own_turns(events: EventTable, lanes: int = 1) -> EventTable:
     """The events, with each collective starting at its turn on its communicator.
+
+    `lanes` is the number of collectives that a communicator runs at a time.
 
     A collective that is queued behind a collective of another stream appears to run
     (`analysis.shared_collectives`). The schedule models this queue itself.
     """
     collectives = np.flatnonzero(np.isin(events.kind, list(COLLECTIVES)))
-    turns = queue_up(events.where(collectives)).turn_ns
+    own = events.where(collectives)
+    turns = queue_up(own).turn_ns if lanes == 1 else take_turns(own, lanes)
     starts = events.start_ns.copy()
     starts[collectives] = np.minimum(turns, events.end_ns[collectives])
     return replace(events, start_ns=starts)
@@ -610,6 +613,7 @@ class _Builder:
                 measure_trust(self._run),
                 spread_ratio=half_range_ratio([reading.duration_ns for reading in self._readings]),
                 num_steps=len(self._readings),
+                network_ratio=network.unexplained_ratio,
             ),
             torch_release=self._run.manifest.torch_release,
             peak_bytes=None if memory is None else memory.peak_bytes,

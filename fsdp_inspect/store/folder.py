@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -269,6 +269,17 @@ def list_runs(directory: Path | str) -> list[RunEntry]:
             for path in _find_runs(folder, LISTING_DEPTH)
         ]
     return sorted(entries, key=lambda entry: (-entry.created_unix_ns, entry.id))
+
+
+def find_named(entries: Iterable[RunEntry], name: str) -> list[RunEntry]:
+    """The runs that a name can mean: the one with this id, else those named or recorded so."""
+    listed = list(entries)
+    exact = [entry for entry in listed if entry.id == name]
+    return exact or [
+        entry
+        for entry in listed
+        if name and name in (entry.name, entry.run_id, entry.id.rpartition("/")[2])
+    ]
 
 
 def list_without_manifest(directory: Path) -> list[str]:

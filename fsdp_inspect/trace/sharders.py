@@ -160,6 +160,13 @@ def traits_of(sharder: str) -> SharderTraits:
     return _TRAITS.get(sharder, FSDP2_TRAITS)
 
 
+UNUSED_MAP = (
+    "It also sums a map of the used parameters over the ranks, 4 bytes for each: the all-reduce of "
+    "(no unit) in backward."
+)
+"""What DDP does with `find_unused_parameters` (reducer.cpp), as a sentence after its name."""
+
+
 def ddp_code(setting: str, value: object) -> str:
     """The code that sets an argument of DistributedDataParallel, also in frameworks around it."""
     return (

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_inspect.advice.advise import Advice, PlanAdvice
+from fsdp_inspect.advice.advise import Advice, PlanAdvice, give_advice
 from fsdp_inspect.advice.gain_parts import say_parts
 from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run, find_findings
 from fsdp_inspect.analysis.context import RunContext
+from fsdp_inspect.report.advice import describe_recommendation
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.simulation.recorded import Execution, observed_plan, simulate_step
 from fsdp_inspect.simulation.scenario import make_scenario
@@ -42,6 +43,7 @@ from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan
 from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import EventTable
+from tests.advice.test_findings import evidence_of
 from tests.builders import MIB, InMemoryRun, RunBuilder
 from tests.recording.virtual_training import Replay
 from tests.simulation.test_recorded import MS, US, as_run, names_of, workloads
@@ -122,6 +124,23 @@ def test_a_link_on_which_nothing_is_exposed_gives_change_nothing():
     assert advice.plan.fastest.saved_ns == 0
     assert advice.chosen is not None
     assert advice.chosen.to_dict() == run.manifest.plan
+    assert PlanScorer(run).network.unknown
+    said = " ".join(advice.plan.remaining)
+    assert "is unknown, so a plan with other messages may still save time." in said
+    assert "`python -m fsdp_inspect.probe --help`" in said
+    assert describe_recommendation(advice).startswith(advice.answer)
+
+
+def test_change_nothing_names_the_time_that_no_plan_shortens():
+    run = as_run(blocks(6, compute_ns=10 * MS, link_ns=10 * US), Execution.HOST)
+    evidence = replace(
+        evidence_of(), optimizer_ns=30 * MS, exposed_by_kind_ns={"all_gather": 90 * MS}
+    )
+    plan = give_advice(run, evidence, AdviceRequest()).plan
+    assert plan is not None
+    said = " ".join(plan.remaining)
+    assert "No plan shortens the optimizer, 30.0 ms of the step" in said
+    assert "90.0 ms of communication are exposed. Not tried: messages in bfloat16" in said
 
 
 def test_a_link_of_latency_with_small_units_gives_merging():

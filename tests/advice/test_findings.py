@@ -253,8 +253,11 @@ OBSERVED = {"find_unused_parameters": "True", "unused_parameters": "none", "stat
     ],
 )
 def test_a_search_for_unused_parameters_is_named_if_there_are_none(changes):
-    found = findings(sharder=DDP, observed=OBSERVED | changes)
+    evidence = evidence_of(sharder=DDP, observed=OBSERVED | changes)
+    found = find_first_things(replace(evidence, unused_map_ns=277_000))
     assert ("R36" in rules(found)) == (not changes)
+    texts = [each.evidence for each in found if each.rule == "R36"]
+    assert all("map of the used parameters" in text and "277 µs" in text for text in texts)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -70,6 +72,20 @@ def test_a_latency_that_cannot_be_told_is_refused_and_the_bandwidth_stands(sizes
     assert reason in fit.refusal
     assert fit.latency_ns == 0
     assert fit.predict_ns(64) == pytest.approx(16)
+
+
+def test_a_ratio_below_the_limit_never_reads_as_the_limit():
+    """ "only 5%" beside "at least 5%" would be false."""
+    shown = set()
+    for seed in range(400):
+        random = np.random.default_rng(seed)
+        sizes = np.repeat([64, 640, 6400], 6)
+        fit = fit_link(sizes, random.integers(900, 1400, len(sizes)) + sizes // 32, 1.0)
+        found = re.search(r"explains only ([\d.]+)% .* at least 5% are", fit.refusal or "")
+        if found:
+            assert float(found[1]) < 5
+            shown.add(found[1])
+    assert any("." in each for each in shown)
 
 
 def test_without_bytes_and_durations_there_is_no_fit():

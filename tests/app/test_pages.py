@@ -454,6 +454,18 @@ def test_overview_exports_the_run(shown):
     assert labels[:2] == ["Report (HTML, one file)", "All numbers (JSON)"]
 
 
+def test_a_link_to_the_name_of_a_run_opens_it_if_it_is_the_only_one(open_app, tmp_path):
+    for folder in ("1-mine-be1e", "2-other-af00", "3-other-af01"):
+        builder = RunBuilder(["a"], name=folder.split("-")[1])
+        builder.rank(0).step(0, 0, 1000)
+        write_built(builder.build(), tmp_path / folder)
+    app = open_app(tmp_path, "overview", run="mine")
+    assert app.selectbox(key="run").value == "1-mine-be1e"
+    assert "was not found" not in read(app)
+    app = open_app(tmp_path, "overview", run="other")
+    assert "of the link means 2 runs: `2-other-af00`, `3-other-af01`" in read(app)
+
+
 def test_a_link_to_a_run_that_is_not_here_says_so_until_another_is_chosen(open_app, runs_folder):
     app = open_app(runs_folder, "overview", run="last-weeks")
     assert "Run `last-weeks` of the link was not found" in read(app)

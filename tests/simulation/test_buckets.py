@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +14,10 @@ from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run, find_findings
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.report.advice import recommended
-from fsdp_inspect.report.simulation import render_buckets
+from fsdp_inspect.report.simulation import describe_buckets, describe_period, render_buckets
 from fsdp_inspect.simulation.buckets import (
     BucketChanges,
+    BucketWork,
     change_buckets,
     measure_buckets,
     predict_buckets,
@@ -37,6 +39,8 @@ def run_of(
     *,
     num_ranks: int = 2,
     per_byte: float = NS_PER_BYTE,
+    lanes: int = 1,
+    slowdowns: Sequence[int] = (1,) * 6,
     **manifest: object,
 ) -> InMemoryRun:
     """Six equal steps; `buckets` has the elements of each parameter, in the order of backward."""
@@ -54,24 +58,31 @@ def run_of(
         parameters = {f"p{next(names)}": [size] for size in sizes}
         builder.unit(f"bucket {place}", parameters=parameters, replicate_group=0, shard_group=-1)
     start = 0
-    for step in range(6):
-        start = add_step(builder, step, start, buckets, per_byte)
+    for step, slowdown in enumerate(slowdowns):
+        start = add_step(builder, step, start, buckets, per_byte, lanes, slowdown)
     return builder.build()
 
 
 def add_step(
-    builder: RunBuilder, step: int, start: int, buckets: list[list[int]], per_byte: float
+    builder: RunBuilder,
+    step: int,
+    start: int,
+    buckets: list[list[int]],
+    per_byte: float,
+    lanes: int,
+    slowdown: int,
 ) -> int:
     rank = builder.rank(0)
     begin = now = start + FORWARD_NS
-    free, rows = begin, []
+    free, rows = [begin] * lanes, []
     for place, sizes in enumerate(buckets):
         message = 4 * sum(sizes)
         now += round(message * per_byte)
-        begins = max(now, free)
-        free = begins + duration_of(message, builder.world_size)
-        rows.append((f"bucket {place}", place, message, now, begins, free))
-    end = max(now, free) + 1000
+        begins = max(now, min(free))
+        done = begins + slowdown * duration_of(message, builder.world_size)
+        free[free.index(min(free))] = done
+        rows.append((f"bucket {place}", place, message, now, begins, done))
+    end = max(now, *free) + 1000
     rank.step(step, start, end + OPTIMIZER_NS)
     rank.add(EventKind.FORWARD, start, begin, phase=Phase.FORWARD)
     rank.add(EventKind.BACKWARD, begin, end, phase=Phase.BACKWARD)
@@ -232,3 +243,38 @@ def test_no_other_network_is_predicted_from_waits_for_a_late_rank() -> None:
     assert change_buckets(late, BucketChanges(bucket_cap_mb=1.0)).predicted.step_time_ns > 0
     with pytest.raises(MissingDataError, match=r"90% of the time .* is waiting for ranks"):
         change_buckets(late, BucketChanges(), bus_bytes_per_s=1e9)
+
+
+def test_all_reduces_that_overlapped_are_simulated_at_a_time() -> None:
+    """gloo has two threads: a small bucket ends before the large one that was issued earlier."""
+    buckets = [[6 * MIB_ELEMENTS], [MIB_ELEMENTS], [MIB_ELEMENTS // 2], [2 * MIB_ELEMENTS]]
+    run = run_of(buckets, lanes=2)
+    work = measure_buckets(run)
+    assert isinstance(work, BucketWork)
+    assert work.lanes == 2
+    assert measure_buckets(run_of(buckets)).worst_cases([[0]]) == ()
+    replayed = work.simulate(work.recorded)
+    assert replayed.exposed_ns == pytest.approx(work.exposed_ns, rel=1e-3)
+    assert replayed.step_time_ns == pytest.approx(work.step_time_ns, rel=1e-4)
+    first, second, *_ = replayed.buckets
+    assert second.start_ns < first.start_ns + first.duration_ns
+
+    text = " ".join(describe_buckets(predict_buckets(work, None)))
+    assert "Self-check of the waits:" in text
+    one_by_one = replace(work, lanes=1).simulate(work.assign(replace(work.settings, size=1.0)))
+    assert predict_buckets(work, 1.0).high_ns >= one_by_one.step_time_ns
+
+
+def test_the_mean_of_unequal_backwards_is_simulated() -> None:
+    """Every second all-reduce takes five times as long, so the mean backward would hide them."""
+    run = run_of(assign(BLOCKS, 2.0), per_byte=4.0, slowdowns=[1, 25, 1, 25, 1, 25])
+    work = measure_buckets(run)
+    assert work.exposed_ns > 0
+    assert work.simulate(work.recorded).exposed_ns == pytest.approx(work.exposed_ns, rel=0.02)
+
+
+def test_the_times_of_one_backward_are_told_from_those_of_the_step() -> None:
+    found = predict_buckets(measure_buckets(run_of(assign(BLOCKS, 2.0))), None)
+    assert found.backwards_per_step == 1
+    assert "microbatches" not in describe_period(found)
+    assert "A step has 8 microbatches" in describe_period(replace(found, backwards_per_step=8.0))

@@ -11,7 +11,7 @@ from fsdp_inspect.error_text import suggest
 from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.run import Run, open_run
 from fsdp_inspect.store.boundary import files_of_run, is_in_folder, refuse_links_out
-from fsdp_inspect.store.folder import RunEntry, list_runs
+from fsdp_inspect.store.folder import RunEntry, find_named, list_runs
 from fsdp_inspect.store.reader import open_run as read_run
 from fsdp_inspect.trace.run import RunStatus
 
@@ -81,10 +81,7 @@ class RunFolder:
 
     def _find(self, name: str) -> RunEntry:
         entries = self.entries()
-        for entry in entries:
-            if entry.id == name:
-                return entry
-        same = [one for one in entries if one.manifest and one.manifest.has_id(name)]
+        same = find_named(entries, name)
         if len(same) == 1:
             return same[0]
         names = [entry.id for entry in entries]

@@ -137,8 +137,9 @@ def _show_recommended(advice: Advice, question: Question, manifest: RunManifest)
         _show_proposal(title_of_plan(plan), plan.fastest, plan, question, key="recommended")
     elif suggestion is not None and plan is not None:
         _show_suggestion(suggestion, plan, question, manifest, key="recommended")
-    if plan is not None and plan.suggestions and is_of_plan:
-        show_caveats(plan.caveats)
+    if plan is not None and is_of_plan:
+        show_text(plain(" ".join(plan.remaining)))
+        show_caveats(plan.caveats if plan.suggestions else ())
 
 
 def _ask(entry: RunEntry) -> Question | None:

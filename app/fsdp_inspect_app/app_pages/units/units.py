@@ -12,6 +12,7 @@ from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.charts.results import UNIT_MEASURES, draw_kernels, draw_units
 from fsdp_inspect.report.wording import describe_provenance
 from fsdp_inspect.result_types import RunEntry, Summary, UnitCost, UnitCosts
+from fsdp_inspect.trace.sharders import UNUSED_MAP
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.app_pages.units.unit_page import show_unit
 from fsdp_inspect_app.banner import show_run_header
@@ -75,6 +76,8 @@ def _show_bars(run: Run, summary: Summary) -> None:
     measures = [name for name in UNIT_MEASURES if name != "compute" or _have_passes(summary)]
     measure = pick("Measure", measures, "exposed", name=_MEASURE_KEY, show=show)
     note = f"{_describe_numbers(summary)} Click a bar to open its unit."
+    if run.manifest.observed.get("find_unused_parameters") == "True":
+        note += f" DDP searches for unused parameters (R36 of Advice). {UNUSED_MAP}"
     chart = draw_units(summary.units, measure=measure)
     title = f"{UNIT_MEASURES[measure]}, rank {summary.median_rank}"
     with show_card(title, key="units-bars", note=note) as header:

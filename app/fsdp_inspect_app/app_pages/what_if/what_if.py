@@ -15,6 +15,7 @@ from fsdp_inspect.report.simulation import (
     answer_buckets,
     answer_simulation,
     describe_buckets,
+    describe_period,
     describe_simulation,
     why_no_memory,
 )
@@ -428,13 +429,16 @@ def _show_buckets(entry: RunEntry, work: MessageWork) -> None:
         if isinstance(work, BucketWork):
             show_chart_card(
                 "One backward with its buckets",
-                draw_backwards([("recorded", before), ("predicted", after)], work.computes_ns),
+                draw_backwards(
+                    [("recorded", before), ("predicted", after)], float(work.computes_ns.mean())
+                ),
                 frame,
                 key="buckets",
                 alt=f"{len(before.buckets)} recorded and {len(after.buckets)} predicted buckets of "
                 "one backward on one axis",
-                note="Both are simulated. Hatching marks the waits of backward. The table has the "
-                "predicted buckets. The rest of the step stays as recorded, so it is not drawn.",
+                note=f"{describe_period(found)} Both are simulated. Hatching marks the waits of "
+                "backward. The table has the predicted buckets. The rest of the step stays as "
+                "recorded, so it is not drawn.",
             )
         else:
             alt = f"{what} of {work.settings.period}, one row each"
