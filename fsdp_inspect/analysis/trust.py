@@ -404,6 +404,22 @@ def find_run_delay(run: RunSource, ranks: Sequence[int]) -> RunDelay | None:
     return max(known, key=lambda each: each.ratio, default=None)
 
 
+def find_extra_run_delay(run: RunSource, ranks: Sequence[int]) -> tuple[RunDelay, float] | None:
+    """The rank of `ranks` that waits longest for a core, and the ratio of the other ranks.
+
+    On a machine with fewer cores than ranks, all ranks wait for cores. Only the difference can make
+    a rank slower than the others.
+
+    Returns:
+        None if no rank of `ranks` has samples of the scheduler. The ratio of the other ranks is
+        their median, 0 if it is unknown.
+    """
+    delay = find_run_delay(run, ranks)
+    others = [each for each in _few_ranks(run) if each not in ranks]
+    known = [ratio for each in others if (ratio := _ratio_of_rank(run, each)) is not None]
+    return None if delay is None else (delay, statistics.median(known) if known else 0.0)
+
+
 def _ratio_of_rank(run: RunSource, rank: int) -> float | None:
     found = _increase(run, rank, "run_delay_ns")
     return None if found is None else found[0] / found[1]

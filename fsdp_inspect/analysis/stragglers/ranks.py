@@ -73,7 +73,7 @@ from fsdp_inspect.analysis.stragglers.rank_work import (
     spread,
     steps_to_tell,
 )
-from fsdp_inspect.analysis.trust import Trust, find_run_delay, measure_trust
+from fsdp_inspect.analysis.trust import Trust, find_extra_run_delay, measure_trust
 from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, SlowGroup, Straggler
 from fsdp_inspect.columns import (
     Column,
@@ -523,17 +523,20 @@ def _find_missing_core(
     run: RunSource, ranks: Sequence[int], evidence: StragglerEvidence
 ) -> str | None:
     """Return why the extra work of slow ranks may be waits for a core; None: it is not."""
-    delay = find_run_delay(run, ranks)
-    if delay is None:
+    found = find_extra_run_delay(run, ranks)
+    if found is None:
         return None
-    ratio = delay.ratio
-    if 2 * ratio * evidence.step_time_ns < evidence.work.excess_ns(*ranks):
+    delay, usual_ratio = found
+    extra_ratio = delay.ratio - usual_ratio
+    if 2 * extra_ratio * evidence.step_time_ns < evidence.work.excess_ns(*ranks):
         return None
     verb = "works" if len(ranks) == 1 else "work"
+    usual = f" (other ranks: {format_ratio(usual_ratio)})" if usual_ratio else ""
     return (
         f"{format_ranks(ranks)} {verb} longest in most steps, but the training thread of rank "
-        f"{delay.rank} has no CPU core for {format_ratio(ratio)} of the time. This explains at "
-        "least half of the extra work. Give each rank cores of its own, and record again."
+        f"{delay.rank} has no CPU core for {format_ratio(delay.ratio)} of the time{usual}. This "
+        "explains at least half of the extra work. Give each rank cores of its own, and record "
+        "again."
     )
 
 

@@ -682,7 +682,7 @@ def _advise_communication(facts: StepFacts) -> list[str]:
     if 2 * facts.late_ranks_ns > facts.exposed_ns:
         steps.append(
             f"Balance the ranks first: {format_ns(facts.late_ranks_ns)} of the exposed time are "
-            "waits for ranks that arrive late, and no single rank costs "
+            "waits for ranks that arrive late, and no single rank is known to cost "
             f"{format_ratio(STRAGGLER_RATIO)} of the step. `fsdp-inspect show RUN ranks` shows the "
             "ranks."
         )

@@ -102,6 +102,16 @@ def test_a_rank_without_a_core_is_no_straggler(delay_ns, named):
     )
 
 
+def test_a_straggler_is_named_where_all_ranks_lack_cores():
+    """More ranks than cores: the others wait for a core as long, so this explains no difference."""
+    unknown = dict.fromkeys(DeviceTable.DTYPES, -1)
+    samples = [{**unknown, "time_ns": at, "run_delay_ns": at // 5} for at in (0, 1000)]
+    tables = {rank: DeviceTable.from_rows(samples) for rank in range(3)}
+    ranks = measure_ranks(replace(build_run(*[(100, 100, 160)] * 5), device_tables=tables))
+    assert ranks.straggler is not None
+    assert ranks.straggler.rank == 2
+
+
 def test_without_cores_it_is_unknown_whether_a_rank_is_a_straggler():
     unknown = dict.fromkeys(DeviceTable.DTYPES, -1)
     samples = [{**unknown, "time_ns": at, "run_delay_ns": at // 4} for at in (0, 1000)]
