@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.devices import DeviceSampler
@@ -53,6 +53,8 @@ class HotPathCost:
     """Time on the training thread with warm caches: hooks, marks, the black box and the row."""
     cold_ns: float
     """The same with cold caches."""
+    plain_ratio: float
+    """The cost of a plain step with cold caches, as a part of the cost of a detailed step."""
     encoding_ns: float
     """Time on the writer's thread: packing, checksum, compression and the write."""
     device_sample_ns: float
@@ -91,6 +93,15 @@ def event_figures(cost: HotPathCost, repeats: int) -> list[Figure]:
             numbers={"ns": cost.cold_ns},
         ),
         Figure(
+            name="cost of a plain step with cold caches",
+            value=f"{format_ratio(cost.plain_ratio)} of a detailed step",
+            how=(
+                f"Measured: the same for a step of {NUM_BLOCKS + 2} units of which only the black "
+                "box notes the collectives."
+            ),
+            numbers={"ratio": cost.plain_ratio},
+        ),
+        Figure(
             name="cost of an event on the writer's thread",
             value=format_ns(cost.encoding_ns),
             how=(
@@ -110,7 +121,15 @@ def _measure(repeats: int) -> HotPathCost:
     probe = MemoryProbe(session, lambda row: None, None)
     groups = [StandInGroup() for _ in range(NUM_BLOCKS + 2)]
     handles: list[Any] = [
-        SimpleNamespace(group=group, num_groups=1, modules=(group,), owned_modules=(), fqns=("",))
+        SimpleNamespace(
+            group=group,
+            num_groups=1,
+            modules=(group,),
+            owned_modules=(),
+            fqns=("",),
+            shard_group=dist.group.WORLD,
+            replicate_group=None,
+        )
         for group in groups
     ]
     instruments = Instruments(session, Fsdp2(handles), probe, None, lambda optimizer: None)
@@ -123,12 +142,13 @@ def _measure(repeats: int) -> HotPathCost:
         recorded_ns.append(_time_step(groups, session))
         instruments.detach()
     events = rows[:]
-    cold_ns = _cold_difference_ns(groups, instruments)
+    cold_ns, plain_ns = _cold_differences_ns(groups, instruments, session)
     assert session.active, session.problems
     difference = statistics.median(recorded_ns) - statistics.median(bare_ns)
     return HotPathCost(
         hot_path_ns=difference / len(events),
         cold_ns=cold_ns / len(events),
+        plain_ratio=plain_ns / cold_ns,
         encoding_ns=_encoding_ns(events, repeats),
         device_sample_ns=_device_sample_ns(),
     )
@@ -149,8 +169,14 @@ def _time_step(groups: list[StandInGroup], session: Session | None = None) -> in
     return time.thread_time_ns() - start
 
 
-def _cold_difference_ns(groups: list[StandInGroup], instruments: Instruments) -> float:
-    """What the hooks add to a step of the stand-in whose calls begin with cold caches, ns."""
+def _cold_differences_ns(
+    groups: list[StandInGroup], instruments: Instruments, session: Session
+) -> tuple[float, float]:
+    """What the hooks add to a step of the stand-in whose calls begin with cold caches, ns.
+
+    Returns:
+        For a detailed step, and for a plain step.
+    """
     source = np.zeros(EVICTED_BYTES // 2, np.uint8)
     target = np.empty_like(source)
     spent = 0
@@ -173,13 +199,21 @@ def _cold_difference_ns(groups: list[StandInGroup], instruments: Instruments) ->
             cold(groups[place].post_backward)
         return spent
 
-    bare_ns, recorded_ns = [], []
+    bare_ns, detailed_ns, plain_ns = [], [], []
     for _ in range(_COLD_REPEATS):
         bare_ns.append(run_step())
         instruments.attach()
-        recorded_ns.append(run_step())
+        detailed_ns.append(run_step())
+        session.end_step()
+        instruments.choose_detail(is_detailed=False)
+        run_step()  # the first plain step finds the sizes of the messages
+        session.end_step()
+        plain_ns.append(run_step())
+        session.end_step()
+        instruments.choose_detail(is_detailed=True)
         instruments.detach()
-    return statistics.median(recorded_ns) - statistics.median(bare_ns)
+    bare = statistics.median(bare_ns)
+    return statistics.median(detailed_ns) - bare, statistics.median(plain_ns) - bare
 
 
 def _encoding_ns(rows: list[Row], repeats: int) -> float:
