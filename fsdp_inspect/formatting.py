@@ -5,6 +5,7 @@ does. Numbers have three significant digits, and thousands are separated with a 
 formatted as an en dash: a missing number is never shown as 0.
 """
 
+import math
 import re
 import shlex
 import unicodedata
@@ -61,6 +62,8 @@ def format_bytes(value: float | None) -> str:
 
 def format_bytes_per_s(value: float | None) -> str:
     """Format a bandwidth in powers of 1000: `26.5 GB/s`."""
+    if value == math.inf:
+        return "unlimited"
     return MISSING if value is None else _scale(value, _RATE_STEPS)
 
 

@@ -20,6 +20,7 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_
 from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.network import PROBE, unknown_latencies
+from fsdp_inspect.simulation.recomputation import describe_own_repetition
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import Plan
@@ -399,7 +400,10 @@ def _limits_of_search(scorer: PlanScorer, request: AdviceRequest, *, fits: bool)
             "the speed of that link is unknown. Set --node-bandwidth and --node-latency, or record "
             "a run with reshard_after_forward=N."
         )
-    if not fits and not any("checkpointing" in each.changed for each in scorer.scores):
+    own = describe_own_repetition(scorer.work, scorer.space.plan)
+    if not fits and own:
+        yield f"Activation checkpointing (R18) was not tried. {own}"
+    elif not fits and not any("checkpointing" in each.changed for each in scorer.scores):
         repeated = sum(piece.forward_ns for piece in scorer.work.workload.pieces)
         yield (
             "Activation checkpointing (R18) was not tried: one run does not show how much memory "
@@ -431,10 +435,12 @@ def _say_gain(plan: PlanAdvice) -> str:
         return f"Change nothing: no simulated plan saves more than {100 * least:.1f}% of a step."
     if not plan.recorded_fits:
         return f"The recorded plan exceeds {format_bytes(limit)}. The recommended plan fits."
-    ratio = plan.fastest.saved_ns / plan.replayed_step_ns
-    bounds = (plan.fastest.saved_low_ns, plan.fastest.saved_high_ns)
-    low, high = (100 * value / plan.replayed_step_ns for value in bounds)
-    spread = f"{low:.1f}% to {high:.1f}%"
-    if plan.fastest.saved_low_ns <= 0:
-        return f"No change surely saves time: predicted {100 * ratio:.1f}% ({spread})."
-    return f"The recommended plan saves {100 * ratio:.1f}% of the step (predicted: {spread})."
+    first, every = plan.suggestions[0], plan.fastest
+    is_first = every.saved_low_ns <= 0 < first.saved_low_ns and not plan.is_whole
+    gain = first if is_first else every
+    times = (gain.saved_ns, gain.saved_low_ns, gain.saved_high_ns)
+    saved, low, high = (f"{100 * each / plan.replayed_step_ns:.1f}%" for each in times)
+    if gain.saved_low_ns <= 0:
+        return f"No change surely saves time: predicted {saved} ({low} to {high})."
+    what = "first change" if is_first else "recommended plan"
+    return f"The {what} saves {saved} of the step (predicted: {low} to {high})."

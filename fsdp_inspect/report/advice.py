@@ -77,11 +77,13 @@ def describe_recommendation(advice: Advice) -> str:
         return f"{fastest.what}: peak {describe_plan_peak(fastest)} (predicted)."
     what = suggestion.what
     effect: Suggestion | Proposal = suggestion
-    if number > 1:
+    if number > 1 and (fastest.saved_low_ns > 0 or suggestion.saved_low_ns <= 0):
         effect, what = fastest, f"{what}, and {plural(number - 1, 'more change')}"
     added = effect.added_bytes
     peak = "peak unknown" if added is None else f"peak {_signed_bytes(added)}"
-    return f"{what}: {describe_saving(effect, advice.plan)}, {peak} (predicted)."
+    larger = find_larger(advice)
+    also = "" if larger is None else f" Also: {larger.sentence} {larger.do[0]}"
+    return f"{what}: {describe_saving(effect, advice.plan)}, {peak} (predicted).{also}"
 
 
 # --- one screen

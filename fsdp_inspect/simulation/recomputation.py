@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.errors import MissingDataError, PlanError
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import format_unit, listed
 from fsdp_inspect.simulation.memory import MemoryWork, PieceMemory
 from fsdp_inspect.simulation.parameters import parameters_of
 from fsdp_inspect.simulation.recorded import RecordedWork
@@ -59,15 +59,22 @@ def recompute(work: RecordedWork, recorded: Plan, wanted: Plan) -> Recomputation
         wanted: The other plan, resolved.
 
     Raises:
-        MissingDataError: The change affects a part of a unit, or selective checkpointing.
+        MissingDataError: The change affects a part of a unit, selective checkpointing, or units
+            whose forward the script itself repeats.
         PlanError: The other plan newly checkpoints the model itself.
     """
     before, after = recorded.checkpointing, wanted.checkpointing
     if set(before.selective) != set(after.selective):
         raise _refuse_selective(before, after)
     changed = set(before.full) ^ set(after.full)
+    kept = describe_own_repetition(work, recorded)
     if not changed:
-        return Recomputation(work)
+        return Recomputation(work, (kept,) if kept else ())
+    if kept:
+        raise MissingDataError(
+            f"Unsupported change of checkpointing: {kept[0].lower()}{kept[1:]} Expected a run "
+            "without such calls. Change them in the script, and record again."
+        )
     _check_whole(work, wanted, changed)
     added = _covered(work.units, changed & set(after.full))
     removed = _covered(work.units, changed & set(before.full))
@@ -81,6 +88,20 @@ def recompute(work: RecordedWork, recorded: Plan, wanted: Plan) -> Recomputation
     if added and workload.memory is not None:
         assumptions.append(_OUTPUT_STAYS)
     return Recomputation(replace(work, workload=workload), tuple(assumptions), refusal)
+
+
+def describe_own_repetition(work: RecordedWork, recorded: Plan) -> str:
+    """A sentence about forwards that the script repeats and the plan does not; empty: none."""
+    if recorded.checkpointing.full or recorded.checkpointing.selective:
+        return ""
+    own = {piece.unit for piece in work.workload.pieces if piece.recompute_ns}
+    if not own:
+        return ""
+    names = listed([format_unit(work.units[at].fqn) for at in sorted(own)], 3)
+    return (
+        f"The script itself repeats the forward of {names} in backward (calls of "
+        "torch.utils.checkpoint), and plans keep this."
+    )
 
 
 def _refuse_selective(before: Checkpointing, after: Checkpointing) -> MissingDataError:

@@ -186,3 +186,14 @@ def test_on_streams_the_host_issues_the_repeated_forward_too():
     assert {piece.backward_launch_ns for piece in again.workload.pieces} == {5}
     back = recompute(again, checkpointed(), block_plan()).work
     assert {piece.backward_launch_ns for piece in back.workload.pieces} == {3}
+
+
+def test_repetition_of_the_script_stays_in_every_plan_and_is_not_changed():
+    """The run repeats its forwards, and its plan does not say so: the script calls torch."""
+    work = recompute(run()[0], block_plan(), checkpointed()).work
+    kept = recompute(work, block_plan(), block_plan())
+    assert kept.work is work
+    [sentence] = kept.assumptions
+    assert sentence.startswith("The script itself repeats the forward of ")
+    with pytest.raises(MissingDataError, match="the script itself repeats the forward of "):
+        recompute(work, block_plan(), checkpointed())
