@@ -241,7 +241,7 @@ class Trust:
         return (
             "Memory cannot be predicted: the simulated peak of the recorded plan is off by "
             f"{self.memory_error:+.1%}, more than {MAX_MEMORY_ERROR:.0%}. `fsdp-inspect plan "
-            "memory` computes memory without a recorded run."
+            "memory --help` shows how to compute it for your model without a run."
         )
 
     @property

@@ -78,7 +78,8 @@ def describe_recommendation(advice: Advice) -> str:
     what = suggestion.what
     effect: Suggestion | Proposal = suggestion
     if number > 1 and (fastest.saved_low_ns > 0 or suggestion.saved_low_ns <= 0):
-        effect, what = fastest, f"{what}, and {plural(number - 1, 'more change')}"
+        largest = max(advice.plan.suggestions, key=lambda each: each.saved_ns)
+        effect, what = fastest, f"{largest.what}, and {plural(number - 1, 'more change')}"
     added = effect.added_bytes
     peak = "peak unknown" if added is None else f"peak {_signed_bytes(added)}"
     larger = find_larger(advice)

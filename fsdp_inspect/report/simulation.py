@@ -201,7 +201,7 @@ def _memory(simulation: Simulation) -> Iterable[str]:
     if simulation.execution == "stream":
         yield (
             "Peak reserved: cannot tell, because the simulation has sums of memory and no single "
-            "allocations. `fsdp-inspect plan memory` predicts it for a model and its settings."
+            "allocations. `fsdp-inspect plan memory --help` shows how to predict it for your model."
         )
 
 

@@ -260,9 +260,10 @@ def describe_contents(
         in_kernel_trace: Whether the step is of an imported kernel trace, whose part `other` is
             kernels.
     """
+    split = " To split it, record with --profile-steps 20:23."
     lines = [
-        f"Other ({format_ns(part.duration_ns)}): {find_metric('other_ns').definition}. To split "
-        "it, record with --profile-steps 20:23."
+        f"Other ({format_ns(part.duration_ns)}): {find_metric('other_ns').definition}."
+        + (split if 2 * sum(stops.values()) < part.ratio else "")  # else the stops may explain it
         for part in step.parts
         if part.name == "other" and part.ratio >= _LEAST_OTHER_RATIO and not in_kernel_trace
     ]

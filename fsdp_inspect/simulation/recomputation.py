@@ -36,7 +36,10 @@ _OUTPUT_STAYS = (
     "Of a checkpointed unit's activations, the output stays. Its size equals the gradient with "
     "which backward began."
 )
-_FORECAST = "`fsdp-inspect plan memory` computes it without a run: --set checkpointing={}."
+_FORECAST = (
+    "`fsdp-inspect plan memory --help` shows how to compute it for your model without a run "
+    "(--set checkpointing={})."
+)
 
 
 @dataclass(frozen=True, slots=True)
