@@ -101,7 +101,12 @@ def attribute_gains(
     claimed_by = "the changes of the plan" if has_changes else ""
     for finding in leave_out_plans(findings) if can_simulate else findings:
         if finding.effect.is_exposed and claimed_by:
-            finding = replace(finding, effect=_unclaimed(finding.effect, claimed_by))
+            effect = _unclaimed(finding.effect, claimed_by)
+            if finding.limits:  # it stands before the plan, as the recommended fix
+                shared = f"{claimed_by} may save the same time, so the two do not add up."
+                words = f"{finding.effect.sentence} {shared[0].upper()}{shared[1:]}"
+                effect = replace(effect, sentence=words)
+            finding = replace(finding, effect=effect)
         elif finding.effect.is_exposed:
             claimed_by = "the fix of an earlier finding"
         settled.append(_with_time(finding, can_simulate=can_simulate))

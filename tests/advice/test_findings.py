@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_inspect.advice.evidence import Evidence, Finding
+from fsdp_inspect.advice.evidence import Effect, Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
+from fsdp_inspect.advice.gain_parts import attribute_gains
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.plan_check.check import check_plan
 from fsdp_inspect.analysis.verdict import StepFacts, Straggler, give_verdict
@@ -269,3 +270,30 @@ def test_a_search_that_another_rank_needs_is_not_named(ranks, is_found, of_other
     found = [each for each in find_first_things(evidence) if each.rule == "R36"]
     assert bool(found) == is_found
     assert any("of other ranks" in each.assumptions[0] for each in found) == of_others
+
+
+@pytest.mark.parametrize("limits", [True, False])
+def test_a_fix_that_stands_before_the_plan_keeps_its_saving(limits: bool) -> None:
+    late = Finding(
+        rule="R32",
+        units=(),
+        sentence="Rank 3 is a straggler.",
+        evidence="",
+        do=("Balance the ranks.",),
+        limits=limits,
+        effect=Effect(
+            sentence="Saves at most 102 ms a step.",
+            saved_low_ns=0,
+            saved_high_ns=102_000_000,
+            is_exposed=True,
+        ),
+    )
+    [settled] = attribute_gains([late], can_simulate=True, has_changes=True)
+    assert settled.effect.saved_high_ns is None
+    assert settled.effect.sentence == (
+        "Saves at most 102 ms a step. The changes of the plan may save the same time, so the two "
+        "do not add up."
+        if limits
+        else "No further saving: at most 102 ms a step are exposed here, and the changes of the "
+        "plan may already save them."
+    )
