@@ -376,7 +376,7 @@ def test_the_sentence_holds_the_number_and_the_why_the_owner():
 def test_compute_is_called_the_largest_part_beside_shorter_waits(changes, saved):
     verdict = give_verdict(facts(exposed_ns=8 * MS, compute_ns=84 * MS, **changes))
     assert verdict.largest_part == (
-        f"Compute is the largest part: 84%. Hiding communication saves at most {saved}."
+        f"Compute is the largest part: 84%. Hiding communication alone saves at most {saved}."
     )
     assert not give_verdict(facts(exposed_ns=60 * MS, compute_ns=40 * MS)).largest_part
     assert not give_verdict(facts(data_ns=20 * MS)).largest_part

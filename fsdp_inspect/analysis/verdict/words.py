@@ -97,7 +97,7 @@ def phrase_largest_part(limit: Limit, facts: StepFacts) -> str:
         return ""
     return (
         f"Compute is the largest part: {_ratio(facts, facts.compute_ns)}. Hiding communication "
-        f"saves at most {_ratio(facts, max(facts.avoidable_ns, 0))}."
+        f"alone saves at most {_ratio(facts, max(facts.avoidable_ns, 0))}."
     )
 
 
