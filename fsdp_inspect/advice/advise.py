@@ -102,6 +102,13 @@ class PlanAdvice:
             not self.recorded_fits or _exceeds(first, self.memory_limit_bytes)
         )
 
+    @property
+    def stated(self) -> Suggestion | Proposal:
+        """What to state the gain of: the first change if only it surely saves time, else all."""
+        first = None if self.is_whole else next(iter(self.suggestions), None)
+        is_alone = first is not None and self.fastest.saved_low_ns <= 0 < first.saved_low_ns
+        return first if first is not None and is_alone else self.fastest
+
 
 def _exceeds(peak: int | None, limit: int | None) -> bool:
     return peak is not None and limit is not None and peak > limit
@@ -435,12 +442,10 @@ def _say_gain(plan: PlanAdvice) -> str:
         return f"Change nothing: no simulated plan saves more than {100 * least:.1f}% of a step."
     if not plan.recorded_fits:
         return f"The recorded plan exceeds {format_bytes(limit)}. The recommended plan fits."
-    first, every = plan.suggestions[0], plan.fastest
-    is_first = every.saved_low_ns <= 0 < first.saved_low_ns and not plan.is_whole
-    gain = first if is_first else every
+    gain = plan.stated
     times = (gain.saved_ns, gain.saved_low_ns, gain.saved_high_ns)
     saved, low, high = (f"{100 * each / plan.replayed_step_ns:.1f}%" for each in times)
     if gain.saved_low_ns <= 0:
         return f"No change surely saves time: predicted {saved} ({low} to {high})."
-    what = "first change" if is_first else "recommended plan"
+    what = "recommended plan" if gain is plan.fastest else "first change"
     return f"The {what} saves {saved} of the step (predicted: {low} to {high})."

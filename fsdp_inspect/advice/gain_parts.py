@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fsdp_inspect.advice.evidence import SIMULATED_PLANS, Effect, Finding
-from fsdp_inspect.formatting import format_bytes, format_ns
+from fsdp_inspect.formatting import capitalize, format_bytes, format_ns
 from fsdp_inspect.simulation.schedule import SimulatedStep
 from fsdp_inspect.trace.codes import COLLECTIVES, COPIES, EventKind
 from fsdp_inspect.trace.intervals import Intervals
@@ -103,8 +103,8 @@ def attribute_gains(
         if finding.effect.is_exposed and claimed_by:
             effect = _unclaimed(finding.effect, claimed_by)
             if finding.limits:  # it stands before the plan, as the recommended fix
-                shared = f"{claimed_by} may save the same time, so the two do not add up."
-                words = f"{finding.effect.sentence} {shared[0].upper()}{shared[1:]}"
+                shared = "may save the same time, so the two do not add up."
+                words = f"{finding.effect.sentence} {capitalize(claimed_by)} {shared}"
                 effect = replace(effect, sentence=words)
             finding = replace(finding, effect=effect)
         elif finding.effect.is_exposed:

@@ -590,6 +590,9 @@ def _plain_call(
 ) -> Callable[..., Any]:
     """The call of a communication object in plain steps.
 
+    It contains the body of `run_inside_collective`, and of `end_plain` for a collective that blocks
+    the host: see [Note: Cold code] in `unit_timing`.
+
     Args:
         session: The recording.
         original: Issues the collective.

@@ -75,11 +75,11 @@ def describe_recommendation(advice: Advice) -> str:
     fastest, number = advice.plan.fastest, len(advice.plan.suggestions)
     if advice.plan.is_whole:
         return f"{fastest.what}: peak {describe_plan_peak(fastest)} (predicted)."
-    what = suggestion.what
-    effect: Suggestion | Proposal = suggestion
-    if number > 1 and (fastest.saved_low_ns > 0 or suggestion.saved_low_ns <= 0):
+    effect = advice.plan.stated if number > 1 else suggestion
+    what = effect.what
+    if effect is fastest:
         largest = max(advice.plan.suggestions, key=lambda each: each.saved_ns)
-        effect, what = fastest, f"{largest.what}, and {plural(number - 1, 'more change')}"
+        what = f"{largest.what}, and {plural(number - 1, 'more change')}"
     added = effect.added_bytes
     peak = "peak unknown" if added is None else f"peak {_signed_bytes(added)}"
     larger = find_larger(advice)

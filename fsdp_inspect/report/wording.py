@@ -22,6 +22,7 @@ from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, NoiseVerdict
 from fsdp_inspect.formatting import (
     MISSING,
+    capitalize,
     format_cause,
     format_count,
     format_ns,
@@ -153,7 +154,7 @@ def _define(text: str, glossary: Mapping[str, str]) -> str:
     found = (
         word for word, meaning in glossary.items() if word.lower() in lower and meaning not in text
     )
-    return " ".join(f"{word[0].upper()}{word[1:]}: {glossary[word]}." for word in found)
+    return " ".join(f"{capitalize(word)}: {glossary[word]}." for word in found)
 
 
 def describe_cut(amounts: Sequence[float], most: int, show: Callable[[float], str]) -> str:

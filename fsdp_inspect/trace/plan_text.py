@@ -34,6 +34,7 @@ import tomli_w
 from pydantic import BaseModel
 
 from fsdp_inspect.errors import PlanError
+from fsdp_inspect.formatting import capitalize
 from fsdp_inspect.reading import InvalidTextError, parse_toml
 
 AUTO = "auto"
@@ -77,7 +78,7 @@ def parse(text: str | bytes) -> dict[str, Any]:
         fields = parse_toml(text)
     except InvalidTextError as error:
         problem = f"{error}. Correct the file at that place."
-        raise PlanError(problem[0].upper() + problem[1:]) from error
+        raise PlanError(capitalize(problem)) from error
     shared = fields.pop("every_unit", {})
     entries = fields.get("units")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
