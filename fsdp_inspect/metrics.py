@@ -144,13 +144,14 @@ _ALL = (
         "forward_ns",
         "forward",
         _NS,
-        "forward of the units, without the copies and waits inside it",
+        "forward of the units, with FSDP's hooks on the host, without recorded copies and waits",
     ),
     Metric(
         "backward_ns",
         "backward",
         _NS,
-        "backward of the units, with recomputation, without the copies and waits inside it",
+        "backward of the units, with recomputation and FSDP's hooks on the host, without recorded "
+        "copies and waits",
     ),
     Metric(
         "recompute_ns",
@@ -228,7 +229,7 @@ _ALL = (
         "kept as recorded",
         _NS,
         "the part of a simulated step that no plan changes: optimizer, data, collectives that FSDP "
-        "did not issue, and other",
+        "did not issue, waits for ranks that work longer, and other",
     ),
     Metric(
         "between_ns",

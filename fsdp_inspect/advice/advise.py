@@ -14,6 +14,7 @@ from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.request import AdviceRequest, how_to_apply, how_to_verify
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
 from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
+from fsdp_inspect.analysis.last_arrivals import say_waits_that_stay
 from fsdp_inspect.analysis.verdict.words import NOT_TRAINING
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run
@@ -184,7 +185,15 @@ def give_advice(
         refusal = str(error)
         if run.manifest.sharder_traits.has_buckets:
             chosen = evidence.buckets
-            refusal = chosen if isinstance(chosen, str) else "The best size is a finding."
+            if isinstance(chosen, str):
+                refusal = chosen
+            elif any(each.rule == "R38" for each in findings):
+                refusal = "The best size is a finding."
+            else:
+                refusal = (
+                    "The best simulated size of the buckets saves too little to name: "
+                    f"{format_ns(chosen.gain_low_ns)} a step for certain."
+                )
         return Advice(
             run.manifest.run_id,
             answer,
@@ -341,6 +350,7 @@ def _notes(scorer: PlanScorer, limit: int | None) -> list[str]:
             "Record the run again with this version."
         )
     notes += unknown_latencies(scorer.network)
+    notes += say_waits_that_stay(scorer.work.late_ns)
     notes += [f"Not tried: {reason}" for reason in scorer.refusals]
     refused = scorer.space.refused
     if refused:

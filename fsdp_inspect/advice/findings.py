@@ -79,6 +79,7 @@ def find_first_things(evidence: Evidence) -> tuple[Finding, ...]:
     finds = (
         _limit,
         _late_ranks,
+        _outside,
         _also,
         _broken_plan,
         find_in_trace,
@@ -167,6 +168,28 @@ def _late_ranks(evidence: Evidence) -> Iterator[Finding]:
             is_exposed=True,
         ),
         verify=_VERIFY[Limit.STRAGGLER],
+    )
+
+
+def _outside(evidence: Evidence) -> Iterator[Finding]:
+    """The script's own collectives, beside those of FSDP. No plan changes them."""
+    verdict = evidence.verdict
+    exposed = verdict.numbers.get("exposed_other_ns")
+    if not verdict.outside or not exposed:
+        return
+    sentence, remedy = verdict.outside
+    yield Finding(
+        "",
+        (),
+        sentence,
+        "FSDP did not issue these collectives, so no sharding plan changes them.",
+        (remedy,),
+        {"exposed_other_ns": exposed},
+        effect=Effect(
+            sentence=f"Saves at most {format_ns(exposed)} a step, all waits for them.",
+            saved_low_ns=0,
+            saved_high_ns=round(exposed),
+        ),
     )
 
 

@@ -183,14 +183,18 @@ def wrapper_lines(before: Plan, after: Plan) -> list[str]:
         lines += ["model = FullyShardedDataParallel(", "    model,  # and your other arguments"]
         lines += [*(f"    {name}={value}," for name, value in changed.items()), ")"]
     if after.accumulation.sync != before.accumulation.sync:
-        lines.append(
-            "# run every microbatch but the last in: with model.no_sync()"
-            if after.accumulation.sync == "last"
-            else "# run no microbatch in model.no_sync()"
-        )
+        lines += _NO_SYNC if after.accumulation.sync == "last" else _ALWAYS_SYNC
     return lines
 
 
+_NO_SYNC = (
+    "from contextlib import nullcontext",
+    "# around the forward and the backward of each microbatch",
+    "with nullcontext() if is_last_microbatch else model.no_sync():",
+    "    loss = model(inputs).loss / num_microbatches",
+    "    loss.backward()",
+)
+_ALWAYS_SYNC = ("# run no microbatch in model.no_sync()",)
 _CLASSES = ("BackwardPrefetch", "FullyShardedDataParallel", "MixedPrecision", "ShardingStrategy")
 
 

@@ -255,7 +255,12 @@ class Narrator:
         )
 
     def _rows(self, choice: Choice) -> tuple[TraceRow, ...]:
-        """The longest waits of the kinds and phases that the changes reduce."""
+        """The longest waits of the kinds and phases that the changes reduce.
+
+        Empty if they are for a rank that works longer.
+        """
+        if self._evidence.is_worth_naming(self._scorer.work.late_ns):
+            return ()
         wanted = {pair for name in choice.changed for pair in _AGAINST.get(name, _ANYTHING)}
         return self._evidence.rows(lambda wait: (wait.kind, wait.phase) in wanted)
 
@@ -264,8 +269,9 @@ class Narrator:
         own = self._scorer.score(before).step_ns - self._scorer.score(after).step_ns
         pairs = zip(self._scorer.range_ns(before), self._scorer.range_ns(after), strict=True)
         saved = [own, *(first - second for first, second in pairs)]
-        margin = self._scorer.trust.gain_margin_ns(own, self._scorer.recorded.step_ns)
-        return round(min(saved) - margin), round(max(saved) + margin)
+        whole_ns = self._scorer.recorded.step_ns
+        margin = self._scorer.trust.gain_margin_ns(own, whole_ns)
+        return round(min(saved) - margin), min(round(max(saved) + margin), whole_ns)
 
     def _units(self, increment: Increment) -> tuple[str, ...]:
         before = {unit.name: unit for unit in self._scorer.space.plan_of(increment.before).units}
@@ -325,7 +331,9 @@ class Narrator:
         exposed = self._evidence.exposed_by_kind_ns
         of_units = sum(ns for kind, ns in exposed.items() if kind != "other")
         if of_units:
-            yield f"{len(units)} units expose {format_ns(of_units)} of communication a step."
+            late_ns = self._scorer.work.late_ns
+            stays = f", of which {format_ns(late_ns)} stay: a rank works longer" if late_ns else ""
+            yield f"{len(units)} units expose {format_ns(of_units)} of communication a step{stays}."
 
     def _gathered_again(self) -> Iterator[str]:
         """The cost of the all-gathers in backward: waits and work.

@@ -1,15 +1,25 @@
-"""Read from the other ranks when the last rank arrived at a collective, and its transfer time."""
+"""Read from the other ranks when the last rank arrived at a collective, and its transfer time.
 
-from collections.abc import Collection
-from dataclasses import dataclass
+[Note: waits that stay] Collectives end together on all ranks, so a step takes at least as long as
+the work of the rank that works longest in it. The work of a rank is its step time - its exposed
+communication. So max over ranks (work) - own work of a rank's waits is there under any plan: other
+collectives do not shorten the input or the compute of the late rank. Waits for late ranks beyond
+this amount come from ranks that are late in turns within the step, and fewer collectives shorten
+those. They are short and at every collective, so the longest waits are the ones that stay.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.clocks.alignment import Alignment, align_clocks, last_arrivals
 from fsdp_inspect.analysis.shared_collectives import find_transfers
+from fsdp_inspect.analysis.step_selection import LEAST_LATE_RATIO, RankSteps, timed_ranks
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_ns
+from fsdp_inspect.trace.codes import COLLECTIVES
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 
@@ -60,6 +70,74 @@ def measure_lateness(run: RunSource, rank: int, collectives: EventTable) -> floa
     durations = (collectives.end_ns - collectives.start_ns)[is_known]
     waits = np.maximum(durations - transfers[is_known], 0)
     return float(waits.sum() / durations.sum()) if durations.sum() else 0.0
+
+
+def set_waits_apart(
+    run: RunSource, member: RankSteps, events: EventTable, *, is_blocking: bool
+) -> tuple[EventTable, int]:
+    """Shorten a rank's collectives by its waits for ranks that work longer in the same step.
+
+    See [Note: waits that stay]. The start of a collective moves; its end stays. If collectives run
+    beside compute, a wait in them need not delay the step, so their durations keep no wait at all.
+
+    Args:
+        run: A recorded run.
+        member: The rank.
+        events: Its events in some of its steps.
+        is_blocking: Whether each collective blocks the rank until it ends.
+
+    Returns:
+        The events, and the time of these waits in a step, ns. Nothing changes, and the time is 0,
+        if it is below `LEAST_LATE_RATIO` of the step, or unknown.
+    """
+    steps = np.unique(events.step)
+    longest_ns = np.zeros(len(steps), dtype=np.int64)
+    for other in timed_ranks(run).members:
+        _, places, theirs = np.intersect1d(steps, other.steps, return_indices=True)
+        longest_ns[places] = np.maximum(longest_ns[places], other.own_work_ns[theirs])
+    _, places, mine = np.intersect1d(steps, member.steps, return_indices=True)
+    stays_ns = np.zeros(len(steps), dtype=np.int64)
+    stays_ns[places] = longest_ns[places] - member.own_work_ns[mine]
+    if stays_ns.sum() < LEAST_LATE_RATIO * member.step_time_ns[mine].sum():
+        return events, 0
+    collectives = np.flatnonzero(np.isin(events.kind, [int(kind) for kind in COLLECTIVES]))
+    rows = events.where(collectives)
+    try:
+        transfers = read_transfers(run, member.rank, rows)
+    except StoreError:
+        return events, 0
+    durations = rows.end_ns - rows.start_ns
+    waits = np.where(transfers >= 0, np.maximum(durations - transfers, 0), 0)
+    starts, stay_ns = events.start_ns.copy(), 0
+    for step, amount in zip(steps.tolist(), stays_ns.tolist(), strict=True):
+        of_step = np.flatnonzero(rows.step == step)
+        own = waits[of_step]
+        stay_ns += min(amount, int(own.sum()))
+        kept = shorten_longest(own, amount) if is_blocking else np.zeros_like(own)
+        starts[collectives[of_step]] += own - kept
+    return replace(events, start_ns=starts), round(stay_ns / max(len(steps), 1))
+
+
+def shorten_longest(waits: NDArray[np.int64], amount: int) -> NDArray[np.int64]:
+    """Shorten the longest waits to one length, so that they lose this amount together."""
+    if waits.sum() <= amount:
+        return np.zeros_like(waits)
+    ordered = np.sort(waits)[::-1]
+    # The longest k waits at the length of the next one: the first k that lose enough.
+    lost = np.cumsum(ordered) - np.arange(1, len(ordered) + 1) * np.append(ordered[1:], 0)
+    count = int(np.searchsorted(lost, amount)) + 1
+    length = (int(ordered[:count].sum()) - amount) // count
+    shortened: NDArray[np.int64] = np.minimum(waits, length)
+    return shortened
+
+
+def say_waits_that_stay(late_ns: int) -> Iterator[str]:
+    """The assumption about waits for ranks that work longer, as a sentence, if there are any."""
+    if late_ns:
+        yield (
+            f"In {format_ns(late_ns)} of the step the rank waits for ranks that work longer. No "
+            "change of the plan shortens these waits, so they stay."
+        )
 
 
 def read_transfers(run: RunSource, rank: int, collectives: EventTable) -> NDArray[np.int64]:

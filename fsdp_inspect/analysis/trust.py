@@ -151,8 +151,8 @@ class Trust:
             return None
         return (
             f"The training thread had no CPU core for {format_ratio(self.run_delay_ratio)} of the "
-            "recording. Measured times are too long by an unknown part of it, and a late rank or a "
-            "wait may be a missing core. Record the run again on free cores."
+            "recording. Times are too long by an unknown part of it, and a late rank or a wait may "
+            "be a missing core. Record again on free cores."
         )
 
     @property

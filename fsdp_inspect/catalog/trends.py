@@ -19,6 +19,7 @@ from fsdp_inspect.analysis.drift import ChangeRule, find_change_points
 from fsdp_inspect.catalog.tables import PARTS, RUNS, values_of_setting
 from fsdp_inspect.columns import Column, TableSpec, text_column, value_column
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
+from fsdp_inspect.formatting import format_count
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 
@@ -203,10 +204,22 @@ def _matches(runs: pa.Table, where: Mapping[str, Sequence[str]]) -> list[bool]:
 
 
 def _join(runs: pa.Table, split: Sequence[str]) -> list[str]:
-    """The name of the series of each run: `Transformer, world size 8`."""
+    """The name of the series of each run: `Transformer, world size 8`.
+
+    A class whose runs have several sizes is several models.
+    """
     parts = []
     for name in split:
         values = values_of_setting(runs, name)
+        if name == "model":
+            counts = [format_count(count) for count in runs["num_parameters"].to_pylist()]
+            sizes: dict[str, set[str]] = {}
+            for found, count in zip(values, counts, strict=True):
+                sizes.setdefault(" ".join(found), set()).add(count)
+            values = [
+                (*found, f"of {count} parameters") if len(sizes[" ".join(found)]) > 1 else found
+                for found, count in zip(values, counts, strict=True)
+            ]
         prefix = "" if name == "model" else f"{name.replace('_', ' ')} "
         parts.append([f"{prefix}{' '.join(found) or 'unknown'}" for found in values])
     return [", ".join(words) for words in zip(*parts, strict=True)] or ["all runs"] * len(runs)

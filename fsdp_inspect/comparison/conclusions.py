@@ -49,6 +49,8 @@ _SHARE_OF_A_REASON = 0.25
 """A part explains a change if it makes up at least this fraction of it."""
 _AS_FAST = 0.5
 """From this fraction of saved step time on, a difference is a factor: 2 times as fast."""
+_SAME_MODEL = 0.05
+"""Models whose numbers of parameters differ by a larger fraction are different, also in name."""
 _MOST_SETTINGS = 4
 _MOST_PARTS = 4
 _IN_UNITS = {
@@ -74,6 +76,8 @@ class Conclusion:
     """The headline, followed by a sentence with the details."""
     reasons: tuple[str, ...]
     """The parts of the change and the settings that differ, strongest evidence first."""
+    is_of_other_model: bool = False
+    """Whether the sides train models of different sizes, so that neither is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ def head_comparison(
     """The result of the comparison in a few words; arguments as for `summarise`."""
     if len(conclusions) == 1:
         return conclusions[0].headline
-    standings = [_standing(judged) for judged in step_time.judgements]
+    standings = [*map(_standing, conclusions, step_time.judgements)]
     for standing in _STANDINGS[:2]:
         if standing in standings:
             count, word = standings.count(standing), standing.lower()
@@ -127,7 +131,8 @@ def summarise(
     labels: dict[str, list[str]] = {}
     for conclusion, judged in zip(conclusions, step_time.judgements, strict=True):
         change = "" if judged.change is None else f" ({format_signed(judged.change)})"
-        labels.setdefault(_standing(judged), []).append(f"{conclusion.label}{change}")
+        standing = _standing(conclusion, judged)
+        labels.setdefault(standing, []).append(f"{conclusion.label}{change}")
     groups = [
         f"{standing}: {', '.join(labels[standing])}."
         for standing in _STANDINGS
@@ -140,8 +145,10 @@ def summarise(
 _STANDINGS = ("Faster", "Slower", "No difference", "Not significant", "Not comparable")
 
 
-def _standing(judged: Judgement) -> str:
+def _standing(conclusion: Conclusion, judged: Judgement) -> str:
     faster, slower, same, not_significant, missing = _STANDINGS
+    if conclusion.is_of_other_model:
+        return missing
     match judged.verdict:
         case NoiseVerdict.DIFFERENT:
             return faster if (judged.change or 0) < 0 else slower
@@ -178,6 +185,7 @@ def _conclude(evidence: ConclusionEvidence, other: int) -> Conclusion:
                 evidence.settings, other, is_different, is_certain, are_causes_known=bool(causes)
             ),
         ),
+        is_of_other_model=_are_of_other_models(evidence, other),
     )
 
 
@@ -193,6 +201,11 @@ def _phrase_step_time(
         )
         return f"{label} cannot be compared with {first}.", f"No timed step in {without}."
     times = f"The step takes {format_ns(after)} instead of {format_ns(before)}"
+    if _are_of_other_models(evidence, other):
+        return (
+            f"{label} trains another model than {first}.",
+            f"{times}. Only runs of one model show which one is faster.",
+        )
     if judged.verdict is NoiseVerdict.SAME:
         change = f"{format_signed(judged.change)} ({_interval(judged)})"
         return f"{label} is as fast as {first}.", f"{times}: {change}."
@@ -207,6 +220,11 @@ def _phrase_step_time(
         missing = _phrase_missing_runs(evidence, judged, other)
         return headline, f"{times}. To test the difference, {missing}."
     return headline, f"{times} ({_interval(judged)}, p = {judged.p_value:.2g})."
+
+
+def _are_of_other_models(evidence: ConclusionEvidence, other: int) -> bool:
+    models = [evidence.runs[side].manifest.model.num_parameters for side in (0, other)]
+    return min(models) > 0 and max(models) / min(models) - 1 > _SAME_MODEL
 
 
 def _phrase_speed(change: float) -> str:

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, new_table, render_table
@@ -163,9 +164,12 @@ def _reasons(simulation: Simulation) -> Iterable[str]:
             f"{format_ns(after.causes_ns.get(name, 0))}"
             for name in names
         )
+        what = "waits for ranks that are late in turns"
+        if Cause.STRAGGLER.label not in names:
+            what = "its waiting for the last rank"
         yield (
-            f"By cause, both simulated: {', '.join(causes)}. One rank is simulated, so these "
-            "causes contain its waiting for the last rank, which the measured causes list apart."
+            f"By cause, both simulated: {', '.join(causes)}. One rank is simulated, so the other "
+            f"causes contain {what}, which the measured causes list apart."
         )
     yield _self_check("plan is", before.step_time_ns, simulation)
     if (count := simulation.plan.accumulation.microbatches) > 1:

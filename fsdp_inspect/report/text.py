@@ -31,7 +31,6 @@ from fsdp_inspect.analysis.units import UnitCosts
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.formatting import (
     format_bytes,
-    format_count,
     format_ns,
     format_numbers,
     format_owner,
@@ -49,11 +48,11 @@ from fsdp_inspect.report.layout import bar, dim, indented, new_table, render_tab
 from fsdp_inspect.report.wording import (
     causes_table,
     describe_contents,
+    describe_run,
     describe_typical,
     format_kind,
     format_method,
     format_metric,
-    name_backend,
     name_owner,
 )
 from fsdp_inspect.trace.kernels import KernelKind
@@ -232,17 +231,9 @@ def _distances(distances: GatherDistances) -> Iterable[RenderableType]:
 
 
 def _headline(summary: Summary) -> RenderableType:
-    identity = summary.identity
-    where = identity.device_name or identity.device_type
-    model = f"{identity.model}, {format_count(identity.num_parameters or None)} parameters"
     title = Text(summary.run_id, style="bold")
     title.append(f"  {summary.status}", style=_status_style(summary.status))
-    ranks = plural(summary.world_size, "rank")
-    if summary.num_ranks != summary.world_size:
-        ranks += f" ({summary.num_ranks} recorded)"
-    facts = [ranks, identity.sharder, name_backend(summary.backend), where]
-    facts.append(model if identity.model else "")
-    return Group(title, Text(" · ".join(fact for fact in facts if fact)))
+    return Group(title, Text(describe_run(summary)))
 
 
 def _long_stops(summary: Summary) -> Iterable[RenderableType]:

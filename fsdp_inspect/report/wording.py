@@ -17,6 +17,7 @@ from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.run_heading import RunHeading
 from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.trust import Trust
+from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.columns import format_value
 from fsdp_inspect.comparison.noise import Judgement, NoiseVerdict
@@ -60,13 +61,19 @@ def name_owner(owner: Owned) -> str:
 
 
 def describe_run(heading: RunHeading) -> str:
-    """Describe ranks, sharder, backend, device and model: `2 ranks · DDP · gloo · cpu`."""
-    identity, ranks = heading.identity, plural(heading.world_size, "rank")
+    """Describe ranks, sharder, backend, device, model and loop: `2 ranks · DDP · gloo · cpu`."""
+    identity, ranks, loop = heading.identity, plural(heading.world_size, "rank"), ""
+    if isinstance(heading, Summary):
+        if heading.num_ranks != heading.world_size:
+            ranks += f" ({heading.num_ranks} recorded)"
+        checked = heading.plan_check.loop if heading.plan_check is not None else None
+        if checked is not None and checked.microbatches > 1:
+            loop = f"{checked.microbatches} microbatches a step"
     model = identity.model
     if model and identity.num_parameters:
         model += f", {format_count(identity.num_parameters)} parameters"
     device = identity.device_name or identity.device_type
-    facts = [ranks, identity.sharder, name_backend(heading.backend), device, model]
+    facts = [ranks, identity.sharder, name_backend(heading.backend), device, model, loop]
     return " · ".join(fact for fact in facts if fact)
 
 
@@ -176,9 +183,19 @@ def describe_cut(amounts: Sequence[float], most: int, show: Callable[[float], st
 def describe_typical(summary: Summary) -> str:
     """The steps behind the typical step: `mean over the middle 14 of 28 timed steps`."""
     number = len(summary.breakdown.steps) if summary.breakdown else 0
+    waits = f"; it{waits_for}" if (waits_for := describe_late_rank(summary)) else ""
     if number == summary.num_timed_steps:
-        return f"mean over {plural(number, 'timed step')}"
-    return f"mean over the middle {number} of {plural(summary.num_timed_steps, 'timed step')}"
+        return f"mean over {plural(number, 'timed step')}{waits}"
+    steps = plural(summary.num_timed_steps, "timed step")
+    return f"mean over the middle {number} of {steps}{waits}"
+
+
+def describe_late_rank(summary: Summary) -> str:
+    """` waits for rank 3`, of the rank that represents a run with a straggler; else empty."""
+    speed = summary.verdict.of_speed
+    late = speed.numbers.get("straggler_rank")
+    is_late = speed.limit is Limit.STRAGGLER and late != summary.median_rank
+    return f" waits for rank {late}" if is_late else ""
 
 
 def describe_memory_method(memory: Memory) -> str:

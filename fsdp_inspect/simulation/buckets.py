@@ -57,15 +57,17 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdp_inspect.analysis.last_arrivals import say_waits_that_stay, set_waits_apart
 from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.analysis.memory.fit import measure_allocatable
 from fsdp_inspect.analysis.shared_collectives import count_lanes
@@ -340,6 +342,8 @@ class MessageWork(ABC):
     """The recorded plan: buckets, or messages of ZeRO-3."""
     all_per_step: float = 0.0
     """Number of all backwards in a step; 0: it does not matter."""
+    late_ns: int = 0
+    """Waits in a step for ranks that work longer, which stay under any plan."""
 
     @abstractmethod
     def plan_of(self, settings: BucketSettings) -> Any:
@@ -381,7 +385,8 @@ class MessageWork(ABC):
                 kind: CostLine(line.latency_ns * self.fastest, line.bus_bytes_per_s / self.fastest)
                 for kind, line in network.lines.items()
             }
-            stays = self.exposed_ns * (1 - self.fastest) if self.settings.is_zero else 0.0
+            own_ns = self.exposed_ns - self.late_ns
+            stays = own_ns * (1 - self.fastest) if self.settings.is_zero else 0.0
             fast = replace(network, lines=lines)
             found.append((self.network.at(Pace.TYPICAL), fast, stays))
         return found
@@ -441,8 +446,8 @@ class BucketWork(MessageWork):
         per_step = self._backwards_per_step(settings)
         exposed = float(np.maximum(end - self.computes_ns, 0.0).mean()) * per_step
         return BucketStep(
-            step_time_ns=round(self.step_time_ns - self.exposed_ns + exposed),
-            exposed_ns=round(exposed),
+            step_time_ns=round(self.step_time_ns - self.exposed_ns + exposed) + self.late_ns,
+            exposed_ns=round(exposed) + self.late_ns,
             communication_ns=round(per_step * sum(b.duration_ns for b in found)),
             buckets=tuple(found),
             waits=tuple((first, last) for first, last in means if last > first),
@@ -605,8 +610,8 @@ class FetchWork(MessageWork):
             sizes = (len(message.parameters), message.num_bytes)
             found.append(SimulatedBucket(name, *sizes, round(now), round(start), duration))
         return BucketStep(
-            step_time_ns=round(self.step_time_ns - self.exposed_ns + waited),
-            exposed_ns=round(waited),
+            step_time_ns=round(self.step_time_ns - self.exposed_ns + waited) + self.late_ns,
+            exposed_ns=round(waited) + self.late_ns,
             communication_ns=sum(each.duration_ns for each in found),
             buckets=tuple(found),
         )
@@ -647,11 +652,34 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork:
     member = inspected_rank(run, rank)
     if member is None or not units:
         raise MissingDataError(_refuse(run, "it has no timed step with buckets"))
-    steps = tuple(member.typical_steps.tolist())
-    events = run.events(member.rank, steps=steps)
+    events = run.events(member.rank, steps=member.typical_steps.tolist())
     sent = events.where(np.isin(events.kind, list(COLLECTIVES)))
     lanes = count_lanes(sent) if on_host and not settings.is_zero else 1
-    events = with_own_turns(events, lanes)
+    build = partial(_build_buckets, run, member, units, lanes)
+    return _set_waits_apart(run, member, with_own_turns(events, lanes), build)
+
+
+_Work = TypeVar("_Work", bound=MessageWork)
+
+
+def _set_waits_apart(
+    run: RunSource, member: RankSteps, events: EventTable, build: Callable[[EventTable], _Work]
+) -> _Work:
+    """Build the work without the waits for ranks that work longer; they become a part of its own.
+
+    See [Note: waits that stay] in `analysis.last_arrivals`.
+    """
+    if run.manifest.device_type != "cpu":
+        return build(events)  # there, the start of a collective shows when its bucket was ready
+    shortened, late_ns = set_waits_apart(run, member, events, is_blocking=False)
+    return replace(build(shortened), late_ns=late_ns)
+
+
+def _build_buckets(
+    run: RunSource, member: RankSteps, units: Sequence[Unit], lanes: int, events: EventTable
+) -> BucketWork:
+    manifest, steps = run.manifest, member.typical_steps
+    settings, on_host = _settings_of(manifest), manifest.device_type == "cpu"
     backwards = _measure_backwards(events, units, len(steps), settings, on_host=on_host)
     if backwards is None:
         why = "its backwards do not reduce every bucket once, in the same order"
@@ -687,9 +715,7 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork:
         recorded=recorded,
         settings=settings,
         on_host=on_host,
-        buffered_bytes=max(ITEMSIZE[unit.reduce_dtype] for unit in units)
-        if observed.get("contiguous_gradients") == "True"
-        else 0,
+        buffered_bytes=_buffered_bytes(manifest, (ITEMSIZE[unit.reduce_dtype] for unit in units)),
         slowdowns=slowdowns,
         lanes=lanes,
         is_inferred=backwards.is_inferred,
@@ -698,7 +724,7 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork:
         fastest=_fastest(reduced, network, num_ranks) / float(slowdowns.mean())
         if (on_host or settings.is_zero) and manifest.source != "emulated"
         else 1.0,
-        trust=_trust_of(run, member, steps, network),
+        trust=_trust_of(run, member, network),
     )
     is_known = settings.is_zero and not math.isnan(settings.size)
     if is_known and [*map(tuple, work.assign(settings))] != [*recorded]:
@@ -711,7 +737,7 @@ def measure_buckets(run: RunSource, *, rank: int | None = None) -> MessageWork:
 
 def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
     """Measure the steps of a run of ZeRO-3; raises as `measure_buckets`."""
-    manifest, observed = run.manifest, run.manifest.observed
+    manifest = run.manifest
     settings = _settings_of(manifest)
     num_ranks = _ranks_in(manifest, next((unit.shard_group for unit in manifest.units), -1))
     parameters = tuple(_parameters_of(manifest.units, num_ranks))
@@ -719,8 +745,21 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
     uses = manifest.uses
     if why or uses is None or member is None:
         raise MissingDataError(_refuse(run, why or "it has no timed step"))
-    steps = tuple(member.typical_steps.tolist())
-    events = with_own_turns(run.events(member.rank, steps=steps))
+    events = with_own_turns(run.events(member.rank, steps=member.typical_steps.tolist()))
+    build = partial(_build_fetches, run, member, uses, parameters)
+    return _set_waits_apart(run, member, events, build)
+
+
+def _build_fetches(
+    run: RunSource,
+    member: RankSteps,
+    uses: UseOrder,
+    parameters: tuple[ShardedParameter, ...],
+    events: EventTable,
+) -> FetchWork:
+    manifest, observed = run.manifest, run.manifest.observed
+    settings, steps = _settings_of(manifest), member.typical_steps
+    num_ranks = _ranks_in(manifest, next((unit.shard_group for unit in manifest.units), -1))
     own = [events.where(events.step == step) for step in steps]
     rows_of = _rows_of(uses)
     found = [_positions_in(each, uses, rows_of) for each in own]
@@ -738,12 +777,10 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
         exposed_ns=sum(float((ends - starts).sum()) for starts, ends in waits) / len(steps),
         settings=settings,
         on_host=True,
-        buffered_bytes=max(each.reduce_itemsize for each in parameters)
-        if observed.get("contiguous_gradients") == "True"
-        else 0,
+        buffered_bytes=_buffered_bytes(manifest, (each.reduce_itemsize for each in parameters)),
         network=network,
         fastest=_fastest(_own(events, KINDS), network, num_ranks),
-        trust=_trust_of(run, member, steps, network),
+        trust=_trust_of(run, member, network),
         recorded=Messages((), (), 0),
         uses=uses,
         parameters=parameters,
@@ -757,6 +794,11 @@ def _measure_fetches(run: RunSource, rank: int | None) -> FetchWork:
         if [*zip(seen.kind.tolist(), seen.bytes.tolist(), strict=True)] != expected:
             raise MissingDataError(_refuse(run, "its messages are not those of DeepSpeed's rules"))
     return replace(work, recorded=recorded)
+
+
+def _buffered_bytes(manifest: RunManifest, sizes: Iterable[int]) -> int:
+    """Bytes of DeepSpeed's buffer for each element of a bucket; 0: gradients are not copied."""
+    return max(sizes) if manifest.observed.get("contiguous_gradients") == "True" else 0
 
 
 def _why_no_order(manifest: RunManifest, settings: BucketSettings, num_parameters: int) -> str:
@@ -897,12 +939,12 @@ def _network_of(run: RunSource, rank: int, events: EventTable) -> Network:
     return replace(fitted, late_ratio=measure_own_lateness(run, rank, events))
 
 
-def _trust_of(run: RunSource, member: RankSteps, steps: Sequence[int], network: Network) -> Trust:
-    times = member.step_time_ns[np.isin(member.steps, steps)].tolist()
+def _trust_of(run: RunSource, member: RankSteps, network: Network) -> Trust:
+    times = member.step_time_ns[member.is_typical].tolist()
     spread = half_range_ratio(times)
     ratio = network.unexplained_ratio
     found = measure_trust(run)
-    return replace(found, spread_ratio=spread, num_steps=len(steps), network_ratio=ratio)
+    return replace(found, spread_ratio=spread, num_steps=len(times), network_ratio=ratio)
 
 
 def _largest(units: Iterable[Unit]) -> int:
@@ -1173,9 +1215,9 @@ def predict_buckets(
         high_ns=round(max(steps) * (1 + margin)),
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         gain_low_ns=round(min(gains) - gain_margin),
-        gain_high_ns=round(max(gains) + gain_margin),
+        gain_high_ns=min(round(max(gains) + gain_margin), replayed.step_time_ns),
         added_bytes=work.held_bytes(plan, settings) - work.held_bytes(work.recorded, work.settings),
-        assumptions=tuple(work.assumptions(settings, network)),
+        assumptions=(*work.assumptions(settings, network), *say_waits_that_stay(work.late_ns)),
         caveats=trust.prediction_caveats,
     )
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.last_arrivals import set_waits_apart
 from fsdp_inspect.analysis.memory.fit import measure_allocatable
 from fsdp_inspect.analysis.shared_collectives import queue_up, take_turns
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_per_step
@@ -122,6 +123,9 @@ class RecordedWork:
     workload: Workload
     network: Network
     """The cost lines of the run's own collectives."""
+    late_ns: int = 0
+    """The part of a step in which the rank waits for ranks that work longer. No plan shortens it,
+    so it is in the workload's time after the passes."""
     trust: Trust = field(default_factory=Trust)
     """What may be predicted from this work."""
     torch_release: tuple[int, int] = (0, 0)
@@ -211,6 +215,12 @@ def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> R
     num_other = num_unusual + len(read) - len(readings)
     simulated = work.simulate()
     _expect_same_collectives(run, work, events, simulated)
+    is_blocking = work.execution is Execution.BLOCKING_HOST
+    events, late_ns = set_waits_apart(run, member, events, is_blocking=is_blocking)
+    if late_ns:
+        work = _Builder(run, readings, events, member).build()
+        workload = replace(work.workload, after_ns=work.workload.after_ns + late_ns)
+        work = replace(work, workload=workload, late_ns=late_ns)
     work = replace(
         work,
         step_time_ns=_time_of_kind(work, readings) if num_other or kind else work.step_time_ns,

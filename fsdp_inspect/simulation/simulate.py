@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.last_arrivals import say_waits_that_stay
 from fsdp_inspect.analysis.memory.fit import FitVerdict, judge_fit
 from fsdp_inspect.analysis.step_selection import collective_rows
 from fsdp_inspect.analysis.trust import MAX_OTHER_RATIO
@@ -101,8 +102,8 @@ class SimulatedPlan:
     step_time_ns: int
     exposed_ns: int
     causes_ns: dict[str, int]
-    """Exposed time by `Cause`, causes above 0; every instant counts once. A straggler is never a
-    cause, since the simulation has one rank."""
+    """Exposed time by `Cause`, causes above 0; every instant counts once. The waits for ranks that
+    work longer (`RecordedWork.late_ns`) have the cause `straggler`."""
     communication_ns: int
     peak_bytes: int | None
     """Simulated peak allocated; None: the run has no memory step that records categories."""
@@ -112,7 +113,8 @@ class SimulatedPlan:
     """Bytes at the peak by `memory.Held`, above 0; they add up to `peak_bytes`."""
     parts_ns: dict[str, int]
     """The step's breakdown by `StepPart`; it adds up to the step. What the simulation does not
-    divide is `kept`, which is more than the part `other` of a recorded step."""
+    divide is `kept`, which is more than the part `other` of a recorded step: it contains the waits
+    for ranks that work longer."""
     units: tuple[UnitOfPlan, ...]
     """The units in the order of the workload."""
     events: EventTable | None
@@ -289,7 +291,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     maker = ScenarioMaker(work, manifest)
     scenario = maker.make(plan, network)
     replayed = replayed or replay(work)
-    predicted = _simulate_plan(scenario.workload, work.execution, scenario.units)
+    predicted = _simulate_plan(scenario.workload, work.execution, scenario.units, work.late_ns)
     trust = work.check_itself(replayed.step_time_ns)
     steps = [predicted.step_time_ns] + [
         simulate_step(
@@ -314,7 +316,11 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         low_ns=round(min(steps) * max(1 - margin, 0.0)),
         high_ns=round(max(steps) * (1 + margin)),
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
-        assumptions=(*scenario.assumptions, *unknown_latencies(network)),
+        assumptions=(
+            *scenario.assumptions,
+            *unknown_latencies(network),
+            *say_waits_that_stay(work.late_ns),
+        ),
         caveats=(*trust.prediction_caveats, *_doubt_fit(work, predicted, replayed)),
         memory_refusal=work.memory_refusal or scenario.memory_refusal,
         plan=scenario.plan,
@@ -358,7 +364,7 @@ def _measure_self_check(run: RunSource) -> float:
 
 def replay(work: RecordedWork) -> SimulatedPlan:
     """Simulate the recorded plan."""
-    return _simulate_plan(work.workload, work.execution, work.units)
+    return _simulate_plan(work.workload, work.execution, work.units, work.late_ns)
 
 
 def without_events(simulation: Simulation) -> Simulation:
@@ -371,7 +377,7 @@ def without_events(simulation: Simulation) -> Simulation:
 
 
 def _simulate_plan(
-    workload: Workload, execution: Execution, units: tuple[Unit, ...]
+    workload: Workload, execution: Execution, units: tuple[Unit, ...], late_ns: int
 ) -> SimulatedPlan:
     step = simulate_step(workload, execution)
     numbered = tuple(unit.model_copy(update={"index": at}) for at, unit in enumerate(units))
@@ -379,10 +385,11 @@ def _simulate_plan(
     rows = reduce_rank(events, rank=0)
     parts = {part: _duration(rows, part) for part in (*PARTS_OF_STEP, StepPart.COMMUNICATION)}
     waits = _waits(events, execution)
+    late = {Cause.STRAGGLER.label: late_ns} if late_ns else {}
     return SimulatedPlan(
         step_time_ns=step.duration_ns,
-        exposed_ns=sum(parts[part] for part in EXPOSED_PART_CODES),
-        causes_ns=_by_cause(waits.share_by_cause_ns),
+        exposed_ns=sum(parts[part] for part in EXPOSED_PART_CODES) + late_ns,
+        causes_ns=_by_cause(waits.share_by_cause_ns) | late,
         communication_ns=parts[StepPart.COMMUNICATION],
         peak_bytes=step.peak_bytes,
         peak_unit=units[step.peak_unit].fqn if step.peak_unit >= 0 else None,

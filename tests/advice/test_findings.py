@@ -11,6 +11,7 @@ from fsdp_inspect.advice.gain_parts import attribute_gains
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
 from fsdp_inspect.analysis.plan_check.check import check_plan
 from fsdp_inspect.analysis.verdict import StepFacts, Straggler, give_verdict
+from fsdp_inspect.analysis.verdict.facts import OtherPart
 from fsdp_inspect.trace.plan import Plan, UnitPlan
 from fsdp_inspect.trace.sharders import DDP, ZERO3
 from tests.builders import RunBuilder
@@ -297,3 +298,17 @@ def test_a_fix_that_stands_before_the_plan_keeps_its_saving(limits: bool) -> Non
         else "No further saving: at most 102 ms a step are exposed here, and the changes of the "
         "plan may already save them."
     )
+
+
+def test_communication_outside_fsdp_is_a_finding_beside_the_plan():
+    part = OtherPart(
+        kind="all_gather", phase="outside", dimension="shard", exposed_ns=14, total_ns=14
+    )
+    exposed = replace(
+        FACTS, exposed_ns=40, other_part=part, exposed_by_kind_ns={"all_gather": 26, "other": 14}
+    )
+    found = [each for each in find_first_things(evidence_of(exposed)) if "outside" in each.sentence]
+    assert [each.effect.saved_high_ns for each in found] == [14]
+    assert "full_tensor()" in found[0].do[0]
+    small = replace(exposed, other_part=replace(part, exposed_ns=3, total_ns=3))
+    assert not any("outside" in each.sentence for each in find_first_things(evidence_of(small)))

@@ -1,4 +1,6 @@
+import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.analysis.last_arrivals import (
@@ -6,8 +8,10 @@ from fsdp_inspect.analysis.last_arrivals import (
     find_last_arrivals,
     measure_lateness,
     read_transfers,
+    set_waits_apart,
+    shorten_longest,
 )
-from fsdp_inspect.analysis.step_selection import timed_rank
+from fsdp_inspect.analysis.step_selection import timed_rank, timed_ranks
 from fsdp_inspect.analysis.wait_causes import timed_collectives
 from fsdp_inspect.trace.codes import COLLECTIVES
 from tests.builders import RunBuilder
@@ -84,3 +88,63 @@ def test_bus_bandwidths_of_a_published_run_are_found_again():
         ("", "all_gather"): pytest.approx(287.30, rel=2e-3),
         ("", "reduce_scatter"): pytest.approx(297.96, rel=2e-3),
     }
+
+
+def late_run(own_starts, late_starts, ends):
+    """Gathers of two ranks, in one step after a warm-up step; rank 1 enters later."""
+    builder = RunBuilder(world_size=2)
+    for number, starts in enumerate((own_starts, late_starts)):
+        rank = builder.rank(number)
+        for step in range(4):
+            at = 2000 * step
+            rank.step(step, at, at + 2000)
+            for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                rank.all_gather(
+                    f"layers.{place}",
+                    at + start,
+                    at + end,
+                    need=at + start,
+                    sequence=2 * step + place,
+                )
+    return builder.build()
+
+
+def without_waits(run, *, is_blocking=True):
+    """The durations of the gathers of a step, and the time of the waits."""
+    member = timed_rank(run, 0)
+    events = run.events(0, steps=member.steps.tolist())
+    found, late_ns = set_waits_apart(run, member, events, is_blocking=is_blocking)
+    rows = found.where(np.isin(found.kind, sorted(COLLECTIVES)))
+    number = len(member.steps)
+    return (rows.end_ns - rows.start_ns).reshape(number, -1)[0].tolist(), late_ns
+
+
+def test_the_wait_for_a_rank_that_works_longer_is_no_part_of_a_transfer():
+    run = late_run([100, 1000], [600, 1000], [700, 1100])
+    waits = [member.exposed_ns[0] for member in timed_ranks(run).members]
+    assert waits == [600 + 100, 100 + 100]
+    assert without_waits(run) == ([100, 100], 500)
+
+
+def test_waits_of_ranks_that_are_late_in_turns_are_no_work_of_any_rank():
+    run = late_run([100, 1000], [200, 900], [300, 1100])
+    assert without_waits(run) == ([200, 100], 0)
+
+
+def test_beside_compute_a_transfer_has_no_wait_at_all():
+    run = late_run([100, 900], [600, 800], [700, 1100])  # each rank is late once
+    assert without_waits(run) == ([200, 200], 400)
+    assert without_waits(run, is_blocking=False) == ([100, 200], 400)
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=30), st.integers(0, 10**10))
+def test_the_longest_waits_lose_the_amount_together(waits, amount):
+    before = np.array(waits, dtype=np.int64)
+    after = shorten_longest(before, amount)
+    assert (after <= before).all()
+    assert (after >= 0).all()
+    lost = int((before - after).sum())
+    assert min(amount, before.sum()) <= lost < amount + len(waits) or lost == before.sum()
+    shortened = after[after < before]
+    assert len({*shortened.tolist()}) <= 1
+    assert not len(shortened) or (after <= shortened[0]).all()

@@ -7,6 +7,7 @@ from fsdp_inspect.analysis.breakdown_causes import measure_breakdown_causes
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.verdict import Limit
+from fsdp_inspect.analysis.verdict.words import FIND_CALL
 from fsdp_inspect.errors import CorruptFileError
 from fsdp_inspect.formatting import format_cause, format_ns, format_ratio
 from fsdp_inspect.results import to_plain
@@ -110,7 +111,7 @@ def test_on_a_blocking_backend_the_verdict_says_so():
         table.method[collective] = Method.HOST_BLOCKING
     digest = measure_summary(replace(run, event_tables=blocking))
     assert digest.provenance.blocks_host
-    assert "Fewer or smaller collectives make the waits shorter" in digest.verdict.why
+    assert "By default, collectives block the host on" in digest.verdict.why
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,4 @@ def test_data_parallel_alone_is_advised_nothing_about_gathers():
     rank.all_reduce(None, 10, 95, need=15)
     verdict = measure_summary(builder.build()).verdict
     assert verdict.limit is Limit.COMMUNICATION
-    assert verdict.next_steps == (
-        "Find the call that issues it: `fsdp-inspect show RUN exposed` shows its kind and phase.",
-    )
+    assert verdict.next_steps == (FIND_CALL,)

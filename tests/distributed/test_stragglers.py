@@ -10,6 +10,9 @@ import pytest
 from fsdp_inspect.analysis.clocks.alignment import align_clocks
 from fsdp_inspect.analysis.rank_waits import measure_rank_waits
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+from fsdp_inspect.simulation.changes import Changes, apply_changes
+from fsdp_inspect.simulation.recorded import observed_plan
+from fsdp_inspect.simulation.simulate import simulate_plan
 from fsdp_inspect.store.merging import merge_runs
 from fsdp_inspect.store.reader import StoredRun, open_run
 from tests.conftest import Torchrun
@@ -50,6 +53,16 @@ def test_the_replay_gives_the_recorded_step_exactly(run: StoredRun) -> None:
     replay = measure_ranks(run).replay
     assert replay is not None
     assert replay.replayed_ns == replay.recorded_ns
+
+
+def test_no_plan_gains_the_waits_for_the_rank_that_sleeps(run: StoredRun) -> None:
+    plan = apply_changes(observed_plan(run), Changes(wrap="root"))
+    found = simulate_plan(run, plan)
+    slept_ns = NUM_BLOCKS * SLEEP_S * 1e9
+    assert len(found.predicted.units) == 1
+    assert found.step_time_ns > slept_ns
+    assert abs(found.replay_error) < 0.02
+    assert any("waits for ranks that work longer" in line for line in found.assumptions)
 
 
 class TwoMachines:

@@ -24,7 +24,7 @@ def llama():
 def test_the_straggler_is_the_first_line(llama):
     text = shown(llama)
     assert text.startswith(
-        "Rank 4 (mi300-node) is a straggler and costs 4.77 s a step. It arrives last at 86.1% of "
+        "Rank 4 is a straggler and costs 4.77 s a step. It arrives last at 86.1% of "
         "the collectives, "
     )
     assert "Its backward takes 3.86 s longer per step than on other ranks." in text

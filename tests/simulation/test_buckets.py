@@ -24,6 +24,7 @@ from fsdp_inspect.simulation.buckets import (
 )
 from fsdp_inspect.trace.codes import EventKind, Phase, Stream
 from fsdp_inspect.trace.run import ProcessGroup
+from fsdp_inspect.trace.tables import MISSING_INT
 from tests.builders import MIB, InMemoryRun, RunBuilder, write_run
 from tests.conftest import Invoke
 from tests.report.terminal_text import text_of
@@ -41,9 +42,13 @@ def run_of(
     per_byte: float = NS_PER_BYTE,
     lanes: int = 1,
     slowdowns: Sequence[int] = (1,) * 6,
+    late_ns: int = 0,
     **manifest: object,
 ) -> InMemoryRun:
-    """Six equal steps; `buckets` has the elements of each parameter, in the order of backward."""
+    """Six equal steps; `buckets` has the elements of each parameter, in the order of backward.
+
+    With `late_ns`, rank 1 begins each backward later.
+    """
     builder = RunBuilder(
         [f"bucket {place}" for place in range(len(buckets))],
         world_size=num_ranks,
@@ -59,7 +64,11 @@ def run_of(
         builder.unit(f"bucket {place}", parameters=parameters, replicate_group=0, shard_group=-1)
     start = 0
     for step, slowdown in enumerate(slowdowns):
-        start = add_step(builder, step, start, buckets, per_byte, lanes, slowdown)
+        begin = start
+        for rank in range(2 if late_ns else 1):
+            start = add_step(
+                builder, step, begin, buckets, per_byte, lanes, slowdown, rank=rank, late_ns=late_ns
+            )
     return builder.build()
 
 
@@ -71,15 +80,19 @@ def add_step(
     per_byte: float,
     lanes: int,
     slowdown: int,
+    *,
+    rank: int = 0,
+    late_ns: int = 0,
 ) -> int:
-    rank = builder.rank(0)
-    begin = now = start + FORWARD_NS
+    own_late_ns, rank = rank * late_ns, builder.rank(rank)
+    begin = now = start + FORWARD_NS + own_late_ns
     free, rows = [begin] * lanes, []
     for place, sizes in enumerate(buckets):
         message = 4 * sum(sizes)
         now += round(message * per_byte)
         begins = max(now, min(free))
-        done = begins + slowdown * duration_of(message, builder.world_size)
+        arrived = max(now + late_ns - own_late_ns, min(free))  # of the last rank
+        done = arrived + slowdown * duration_of(message, builder.world_size)
         free[free.index(min(free))] = done
         rows.append((f"bucket {place}", place, message, now, begins, done))
     end = max(now, *free) + 1000
@@ -90,7 +103,8 @@ def add_step(
     for unit, place, message, ready, begins, done in rows:
         rank.all_reduce(
             unit, begins, done,
-            issue_ns=ready, bytes=message, group=0, collective=step * 100 + place,
+            need=waits_from if late_ns else MISSING_INT, issue_ns=ready, bytes=message,
+            group=0, collective=step * 100 + place,
             sequence=step * len(rows) + place,
         )  # fmt: skip
         until = max(waits_from, done)
@@ -243,6 +257,24 @@ def test_no_other_network_is_predicted_from_waits_for_a_late_rank() -> None:
     assert change_buckets(late, BucketChanges(bucket_cap_mb=1.0)).predicted.step_time_ns > 0
     with pytest.raises(MissingDataError, match=r"90% of the time .* is waiting for ranks"):
         change_buckets(late, BucketChanges(), bus_bytes_per_s=1e9)
+
+
+@given(
+    sizes=st.lists(st.integers(50_000, 3_000_000), min_size=2, max_size=8),
+    cap_mb=st.floats(0.5, 30),
+    late_ns=st.integers(2_000_000, 50_000_000),
+)
+@settings(max_examples=20)
+def test_no_size_gains_the_waits_for_a_rank_that_works_longer(
+    sizes: list[int], cap_mb: float, late_ns: int
+) -> None:
+    buckets = assign(sizes, 4.0)
+    equal = measure_buckets(run_of(buckets))
+    late = measure_buckets(run_of(buckets, late_ns=late_ns))
+    assert late.rank == 0
+    assert late.step_time_ns == pytest.approx(equal.step_time_ns + late_ns, rel=0.001)
+    steps = [predict_buckets(work, cap_mb).predicted.step_time_ns for work in (equal, late)]
+    assert steps[1] == pytest.approx(steps[0] + late_ns, rel=0.01)
 
 
 def test_all_reduces_that_overlapped_are_simulated_at_a_time() -> None:

@@ -90,7 +90,7 @@ from fsdp_inspect.statistics import median, percentile
 from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.mesh_dimensions import DIMENSIONS, OTHER, WORLD
-from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.run import RunSource, hosts_of
 
 _Int64 = NDArray[np.int64]
 
@@ -572,7 +572,7 @@ def _describe_straggler(run: RunSource, evidence: StragglerEvidence, priced: _Pr
     meanwhile, meanwhile_ns = evidence.longest_part([row.rank])
     return Straggler(
         rank=row.rank,
-        host=row.host,
+        host=row.host if len({*hosts_of(run).values()}) > 1 else "",
         last_ratio=row.last_ratio or 0.0,
         late_ns=late_ns,
         phase=phase,

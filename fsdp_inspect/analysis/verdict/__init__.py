@@ -61,6 +61,7 @@ from fsdp_inspect.analysis.verdict.words import (
     describe_group,
     phrase_largest_part,
     phrase_limit,
+    phrase_outside,
 )
 from fsdp_inspect.store.reduction.order_wording import shorten_place
 
@@ -105,6 +106,8 @@ class Verdict:
     there is no limit, and `why` has the reason."""
     collect_less: str = ""
     """What removes the garbage collections of a step; empty: it has none."""
+    outside: tuple[str, ...] = ()
+    """The cost of communication that FSDP did not issue, and its remedy, beside that of FSDP."""
     largest_part: str = ""
     """The sentence that compute takes more of the step than the waits of the headline, and what
     hiding them saves at most; else empty."""
@@ -172,9 +175,10 @@ def give_verdict(facts: StepFacts) -> Verdict:
         why,
         next_steps,
         _numbers(facts),
-        is_outside_fsdp=limit is Limit.COMMUNICATION and facts.other_part is not None,
+        is_outside_fsdp=limit is Limit.COMMUNICATION and facts.is_mostly_outside,
         because=because,
         collect_less=collect_less(facts)[0] if facts.collection_ns else "",
+        outside=phrase_outside(facts) if limit is Limit.COMMUNICATION else (),
         largest_part=phrase_largest_part(limit, facts),
     )
 

@@ -65,6 +65,7 @@ class Straggler:
 
     rank: int
     host: str
+    """Its machine; empty if all ranks run on one."""
     last_ratio: float
     """Fraction of the sampled collectives at which the rank arrives last."""
     late_ns: int
@@ -175,8 +176,7 @@ class StepFacts:
     knows_fsdp: bool = True
     """Whether a collective without a unit is known not to come from FSDP."""
     other_part: OtherPart | None = None
-    """The part outside FSDP, if other code exposes more time than FSDP. No sharding plan changes
-    it."""
+    """The largest part outside FSDP. No sharding plan changes it."""
     has_plan: bool = False
     """Whether the run has its sharding plan, so that `advise` can simulate other plans. The verdict
     then names no change of the plan, because only the simulation decides which change helps."""
@@ -238,6 +238,11 @@ class StepFacts:
     def ratio(self, duration_ns: int) -> float:
         """Return a time as a fraction of the step; 0 for a step without duration."""
         return duration_ns / self.step_time_ns if self.step_time_ns else 0.0
+
+    @property
+    def is_mostly_outside(self) -> bool:
+        """Whether other code exposes more communication than FSDP."""
+        return self.other_part is not None and 2 * self.other_part.total_ns > self.exposed_ns
 
     @property
     def device_idle_ns(self) -> int:
@@ -466,7 +471,7 @@ def _part_of_communication(facts: StepFacts, limit: Limit) -> Limit:
     A wrong setting of the plan comes first, because its remedy costs nothing.
     """
     is_late = 2 * facts.late_ranks_ns > facts.exposed_ns
-    if facts.blocks_host or is_late or facts.other_part is not None:
+    if facts.blocks_host or is_late or facts.is_mostly_outside:
         return limit
     first = facts.first_gather.exposed_ns if facts.first_gather else 0
     for least, parts in (

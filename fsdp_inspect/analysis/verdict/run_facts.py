@@ -294,9 +294,9 @@ def _has_gathers(answers: Answers) -> bool:
 
 
 def _largest_other(exposed: Exposed) -> OtherPart | None:
-    """Return the largest part of other communication, if FSDP's own is exposed for less time."""
+    """Return the largest part of communication that FSDP did not issue; None: there is none."""
     other = exposed.by_kind_ns.get("other", 0)
-    if not exposed.not_fsdp or 2 * other <= exposed.exposed_ns:
+    if not exposed.not_fsdp or not other:
         return None
     largest = exposed.not_fsdp[0]
     return OtherPart(

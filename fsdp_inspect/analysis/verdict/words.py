@@ -9,6 +9,7 @@ from fsdp_inspect.analysis.host_stops import HostStopCost
 from fsdp_inspect.analysis.kernels import Kernels
 from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.verdict.facts import (
+    COMMUNICATION_RATIO,
     LEAST_IDLE_RATIO,
     OF_WAITS,
     PHASES_BY_NAME,
@@ -69,7 +70,8 @@ NOT_TRAINING = (
 )
 """The only next step about a trace of inference."""
 FIND_CALL = (
-    "Find the call that issues it: `fsdp-inspect show RUN exposed` shows its kind and phase."
+    "Find its call (full_tensor(), a norm, a metric): `fsdp-inspect show RUN exposed` shows its "
+    "kind and phase."
 )
 
 Words = tuple[str, str, str, tuple[str, ...]]
@@ -87,7 +89,9 @@ def phrase_limit(limit: Limit, facts: StepFacts) -> Words:
         next_steps = (first, *next_steps)
     if beside := find_cost_beside(facts, limit):
         also, *_, remedies = _WORDS[beside](facts)
-        next_steps = (*next_steps, f"{also} {remedies[0]}")
+        last = [each for each in next_steps if each == _MEASURE_ON_GPUS]
+        rest = [each for each in next_steps if each not in last]
+        next_steps = (*rest, f"{also} {remedies[0]}", *last)
     return sentence, because, why, next_steps
 
 
@@ -95,9 +99,10 @@ def phrase_largest_part(limit: Limit, facts: StepFacts) -> str:
     """State that compute takes more of the step than the waits of the headline; else empty."""
     if limit not in OF_WAITS or facts.compute_ns <= facts.exposed_ns:
         return ""
+    takes = "Compute and hooks take" if facts.blocks_host else "Compute takes"
     return (
-        f"Compute is the largest part: {_ratio(facts, facts.compute_ns)}. Hiding communication "
-        f"alone saves at most {_ratio(facts, max(facts.avoidable_ns, 0))}."
+        f"{takes} {_ratio(facts, facts.compute_ns)}. Hiding communication alone saves at most "
+        f"{_ratio(facts, max(facts.avoidable_ns, 0))}."
     )
 
 
@@ -530,15 +535,12 @@ def _may_name_plans(facts: StepFacts) -> bool:
 
 
 def _phrase_communication(facts: StepFacts) -> Words:
-    if facts.other_part is not None:
+    if facts.other_part is not None and facts.is_mostly_outside:
         return _phrase_other_part(facts, facts.other_part)
     causes = "" if facts.blocks_host else _phrase_causes(facts)
     why = [_phrase_kinds(facts), causes, _phrase_most_exposed(facts)]
     if facts.blocks_host:
-        why.append(
-            f"By default, collectives block the host on {facts.backend}. Fewer or smaller "
-            "collectives make the waits shorter."
-        )
+        why.append(f"By default, collectives block the host on {facts.backend}.")
     elif facts.floor_ns and not (facts.causes_ns or facts.top or facts.is_unwrapped):
         why.append(
             f"{format_ns(facts.floor_ns)} of the exposed time is {phrase_cause(Cause.FLOOR.label)}."
@@ -677,6 +679,19 @@ _REDUCTIONS = frozenset({"reduce_scatter", "all_reduce"})
 _MEASURE_ON_GPUS = "Measure overlap and prefetch on GPUs, where a collective blocks only a stream."
 
 
+def phrase_outside(facts: StepFacts) -> tuple[str, ...]:
+    """What FSDP did not issue costs, and the remedy; empty if it is small or most of the waits."""
+    part = facts.other_part
+    if part is None or facts.is_mostly_outside or not facts.knows_fsdp:
+        return ()
+    if facts.ratio(part.total_ns) < COMMUNICATION_RATIO:
+        return ()
+    name, remedy = describe_other_part(part)
+    what = f"most of all the {part.kind.replace('_', '-')} of {name}"
+    ratio = _ratio(facts, part.total_ns)
+    return f"Communication outside FSDP is exposed for {ratio} of the step, {what}.", remedy
+
+
 def _advise_communication(facts: StepFacts) -> list[str]:
     steps = []
     if 2 * facts.late_ranks_ns > facts.exposed_ns:
@@ -686,13 +701,15 @@ def _advise_communication(facts: StepFacts) -> list[str]:
             f"{format_ratio(STRAGGLER_RATIO)} of the step. `fsdp-inspect show RUN ranks` shows the "
             "ranks."
         )
+    outside = [" ".join(phrase_outside(facts))] if phrase_outside(facts) else []
     if facts.has_plan:
-        steps.append(COMPARE_PLANS)
+        steps += [COMPARE_PLANS, *outside]
         if facts.blocks_host:
             steps.append(_MEASURE_ON_GPUS)
         return steps
     changes = sorted(_changes_by_gain(facts), key=lambda change: -change[0])
     steps += [text for gain_ns, text in changes if facts.ratio(gain_ns) >= WORTH_NAMING_RATIO]
+    steps += outside
     return steps or [
         "Start with the most exposed collective: `fsdp-inspect show RUN exposed` shows it."
     ]

@@ -26,7 +26,7 @@ from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, draw_flame, sta
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, draw_lines, shade
 from fsdp_inspect.report.palette import NEUTRAL, Look
-from fsdp_inspect.report.wording import name_owner
+from fsdp_inspect.report.wording import format_kind, name_owner
 from fsdp_inspect.trace.codes import StepPart
 
 NO_UNIT_NAME = "(no unit)"
@@ -96,7 +96,7 @@ def draw_owners(owners: Sequence[ExposedOwner]) -> Chart:
         name = name_owner(owner)
         time = format_ns(owner.exposed_ns)
         bar = Bar(0, owner.exposed_ns, look, f"{name}: {time} exposed per step in {owner.phase}")
-        rows.append(Row(f"{name} · {owner.phase}", (bar,), time))
+        rows.append(Row(f"{name} · {owner.phase} {format_kind(owner.kind)}", (bar,), time))
     legend = [(look, look.label) for look in looks]
     return draw_bars(rows, MetricUnit.NS, legend=legend)
 

@@ -134,7 +134,7 @@ def test_cores_that_other_ranks_lack_come_before_a_straggler_that_costs_less():
     )
     headline, second, *_ = describe_answer(measure_ranks(run))
     assert headline == "Training threads have no CPU core for 69% of the time."
-    assert second.startswith("Rank 2 (a) is a straggler")
+    assert second.startswith("Rank 2 is a straggler")
     assert measure_summary(run).verdict.sentence == headline
 
 

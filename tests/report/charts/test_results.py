@@ -75,7 +75,9 @@ def test_hatched_bars_are_exactly_the_exposed_and_waiting_parts(digest):
 def test_owners_are_drawn_longest_on_top(digest):
     owners = digest.exposed.owners
     chart = draw_owners(owners)
-    assert names(chart)[0] == f"{owners[0].fqn or '(root)'} · {owners[0].phase}"
+    first = owners[0]
+    kind = first.kind.replace("_", "-")
+    assert names(chart)[0] == f"{first.fqn or '(root)'} · {first.phase} {kind}"
     assert ends(chart) == [format_ns(owner.exposed_ns) for owner in owners]
 
 

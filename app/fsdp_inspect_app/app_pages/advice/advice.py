@@ -1,7 +1,7 @@
 """Page Advice: the recommended change, and folded all changes, findings and other plans."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import streamlit as st
@@ -108,7 +108,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     advice = advice_of(entry, question.request)
     with answer:
         show_headline(plain(advice.answer))
-        _show_recommended(advice, question, run.manifest)
+        _show_recommended(advice, question, run.manifest, run.summary())
     others = [each for each in advice.findings if each is not recommended(advice)[0]]
     if others:
         with show_fold(plural(len(others), "further finding"), key="findings"):
@@ -121,13 +121,15 @@ def show_page(entry: RunEntry, run: Run) -> None:
     _show_outcomes(entry)
 
 
-def _show_recommended(advice: Advice, question: Question, manifest: RunManifest) -> None:
+def _show_recommended(
+    advice: Advice, question: Question, manifest: RunManifest, summary: Summary
+) -> None:
     """Show the fix or change to make first, in full, and what makes it uncertain."""
     finding, suggestion = recommended(advice)
     plan = advice.plan
     is_of_plan = finding is None or (plan is not None and not plan.recorded_fits)
     if plan is not None and is_of_plan:
-        _show_numbers(plan)
+        _show_numbers(plan, summary)
     if finding is not None:
         title = "Recommended fix" if finding.sentence == advice.answer else finding.sentence
         _show_finding(finding, manifest, key="recommended", title=title)
@@ -136,10 +138,19 @@ def _show_recommended(advice: Advice, question: Question, manifest: RunManifest)
     elif plan is not None and plan.is_whole:
         _show_proposal(title_of_plan(plan), plan.fastest, plan, question, key="recommended")
     elif suggestion is not None and plan is not None:
+        if len(plan.suggestions) > 1:
+            show_text("\n".join(_list_changes(plan)))
         _show_suggestion(suggestion, plan, question, manifest, key="recommended")
     if plan is not None and is_of_plan:
         show_text(plain(" ".join(plan.remaining)))
         show_caveats(plan.caveats if plan.suggestions else ())
+
+
+def _list_changes(plan: PlanAdvice) -> Iterator[str]:
+    """One line for each change of the plan, and one for all of them."""
+    for place, each in enumerate(plan.suggestions):
+        yield f"{place + 1}. {plain(f'{each.what}: {describe_saving(each, plan)}.')}"
+    yield f"\n{plain(f'All changes: {describe_effect(plan.fastest, plan)}.')}"
 
 
 def _ask(entry: RunEntry) -> Question | None:
@@ -263,13 +274,17 @@ def _show_plan(
     entry: RunEntry, run: Run, advice: Advice, plan: PlanAdvice, question: Question
 ) -> None:
     """Show all changes, how to run them, and other plans, folded."""
-    _, shown = recommended(advice)
+    finding, shown = recommended(advice)
+    is_second = finding is not None and plan.recorded_fits
     if [*plan.suggestions] != [shown] and plan.suggestions:
-        with show_fold(f"All changes of the plan: {len(plan.suggestions)}", key="changes"):
+        title = "Changes of the plan, after this fix" if is_second else "All changes of the plan"
+        with show_fold(f"{title}: {len(plan.suggestions)}", key="changes"):
+            if is_second:
+                show_caveats(plan.caveats)
             for place, each in enumerate(plan.suggestions):
                 key = f"change-{place + 1}"
                 _show_suggestion(each, plan, question, run.manifest, key=key, is_numbered=True)
-    if plan.suggestions:
+    if plan.suggestions and not is_second:
         with show_fold("Run the plan and verify it", key="run"):
             _show_how_to_run(entry, plan, question)
     with show_fold("Other plans, limits and assumptions", key="others"):
@@ -284,9 +299,11 @@ def _show_plan(
         show_note(plain(describe_searched_plans(plan)))
 
 
-def _show_numbers(plan: PlanAdvice) -> None:
+def _show_numbers(plan: PlanAdvice, summary: Summary) -> None:
     """Show the plan beside the recorded one."""
-    fastest, peak = plan.fastest, format_bytes(plan.replayed_peak_bytes)
+    fastest, peak = plan.fastest, f"instead of {format_bytes(plan.replayed_peak_bytes)}"
+    if fastest.peak_bytes is None:
+        peak = f"{format_bytes(summary.peak_allocated_bytes)} measured"
     show_tiles(
         [
             Tile(
@@ -300,7 +317,11 @@ def _show_numbers(plan: PlanAdvice) -> None:
                 f"{format_ns(fastest.step_low_ns)} to {format_ns(fastest.step_high_ns)}",
                 "predicted interval of the step",
             ),
-            Tile("Predicted peak", format_bytes(fastest.peak_bytes), f"instead of {peak}"),
+            Tile(
+                "Predicted peak",
+                "unknown" if fastest.peak_bytes is None else format_bytes(fastest.peak_bytes),
+                peak,
+            ),
             metric_tile(
                 "self_check_ratio", format_error(plan.replay_error), "error of the simulated step"
             ),
@@ -421,18 +442,19 @@ def _show_proposal(
 
 
 def _show_front(plan: PlanAdvice, question: Question) -> None:
-    is_known = plan.replayed_peak_bytes is not None
     words = f"{len(plan.front)} plans that no other plan beats in both step time and peak memory"
-    show_chart_card(
-        "Step time and peak memory of plans",
-        draw_front(plan) if is_known else None,
-        frame_front(plan),
-        key="front",
-        alt=f"{words}, and the recorded plan; the table has the numbers",
-        note=f"{words}.",
-        below="" if is_known else "The peak memory of the plans is unknown\\.",
-        on_click=lambda click: _choose_point(click, plan.front),
-    )
+    if plan.replayed_peak_bytes is None:
+        show_note("The peak memory of the plans is unknown, so one of them is the fastest\\.")
+    else:
+        show_chart_card(
+            "Step time and peak memory of plans",
+            draw_front(plan),
+            frame_front(plan),
+            key="front",
+            alt=f"{words}, and the recorded plan; the table has the numbers",
+            note=f"{words}.",
+            on_click=lambda click: _choose_point(click, plan.front),
+        )
     point = _pick_point(plan.front)
     peak = format_bytes(point.peak_bytes)
     told = f"{name_point(point)}. Predicted: step {format_ns(point.step_ns)}, peak {peak}."

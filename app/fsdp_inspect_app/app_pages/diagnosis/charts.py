@@ -89,4 +89,5 @@ def frame_rank_states(found: Diagnosis) -> pd.DataFrame:
     for row, state in zip(rows, found.states, strict=True):
         row["location"] = shorten_place(row["location"] or "")
         row["phase"] = None if state.phase is None else state.phase.title
+        row["waits"] = "yes" if state.waits else "no"
     return pd.DataFrame(rows, columns=list(_COLUMNS)).rename(columns=_COLUMNS)

@@ -90,8 +90,8 @@ def _show_plans(found: Diagnosis) -> None:
 
 
 def _show_grid(found: Diagnosis) -> None:
-    if found.grid is None:
-        return
+    if found.grid is None or found.problem is None:
+        return  # without a problem, all columns are equal
     note = " ".join(filter(None, [_CELLS, describe_columns(found.grid, found)]))
     with show_card("Ranks against collectives", key="diagnosis-grid", note=note):
         show_markup(draw_grid(found.grid, found))

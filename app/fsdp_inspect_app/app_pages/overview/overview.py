@@ -38,6 +38,7 @@ from fsdp_inspect.report.wording import (
     define_words,
     describe_contents,
     describe_cut,
+    describe_late_rank,
     describe_main_cause,
     describe_memory_method,
     describe_provenance,
@@ -280,7 +281,8 @@ def _show_findings(run: Run) -> None:
         if checked is not None and checked.is_consistent is not False:
             _show_line(checked.sentence, "units", ())
         if not findings:
-            show_text(plain("No problem besides the sharding plan was found."))
+            nothing = "Nothing besides the sharding plan was found. Advice has its changes."
+            show_text(plain(nothing))
         page_link("advice")
 
 
@@ -354,8 +356,9 @@ def _show_step(run: Run) -> None:
             f" {label}: {format_ns(breakdown.host_behind_ns)}, an upper bound of the GPU's idle "
             "time within these parts."
         )
+    waits = f", which{late}" if (late := describe_late_rank(summary)) else ""
     show_chart_card(
-        f"Typical step{_on(summary)}: {format_ns(breakdown.step_time_ns)}",
+        f"Typical step{_on(summary)}{waits}: {format_ns(breakdown.step_time_ns)}",
         draw_breakdown(breakdown),
         frame_breakdown(breakdown, in_kernel_trace=summary.is_kernel_trace),
         key="breakdown",
