@@ -170,6 +170,8 @@ def format_cause(cause: str, *, in_list: bool = False) -> str:
     """
     if cause == "straggler":
         return "last rank" if in_list else "waiting for the last rank"
+    if cause == "bandwidth":  # of small messages, it is their latency
+        return "transfer"
     return cause.replace("_", " ")
 
 
@@ -179,7 +181,7 @@ _CAUSES = {
     "floor": "the floor, which can only be shortened",
     "blocking": "collectives block the host",
     "late_issue": "issued too late",
-    "bandwidth": "limited by bandwidth",
+    "bandwidth": "limited by the transfer",
 }
 
 

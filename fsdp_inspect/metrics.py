@@ -128,7 +128,7 @@ _ALL = (
     ),
     Metric(
         "bandwidth_ns",
-        "bandwidth",
+        "transfer",
         _NS,
         "the rest of the exposed time: the transfer takes longer than the compute that could "
         "hide it",

@@ -366,13 +366,17 @@ def column_formats(frame: pd.DataFrame) -> dict[str, ColumnConfig]:
 def _digits(column: str, values: pd.Series) -> str | None:
     """The format of a column of decimal numbers: at most three significant digits.
 
-    The values of a column in ms, MiB or GB/s have equal decimals, so that they align.
+    The values of a column in ms, MiB or GB/s have equal decimals, so that they align, unless some
+    bytes would be shown as 0.
     """
     if column.endswith(_SCALED):
-        largest = pd.to_numeric(values, errors="coerce").abs().max()
-        if not largest >= _MANY:  # also without any value
-            return f"%.{num_decimals(largest) if largest >= 1 else 3}f"
-        return THREE_DIGITS
+        sizes = pd.to_numeric(values, errors="coerce").abs()
+        largest, smallest = sizes.max(), sizes[sizes > 0].min()
+        decimals = num_decimals(largest) if largest >= 1 else 3
+        is_hidden = column.endswith("(MiB)") and smallest < 10**-decimals / 2
+        if largest >= _MANY or is_hidden:
+            return THREE_DIGITS
+        return f"%.{decimals}f"
     is_decimal = pd.api.types.is_float_dtype(values) and values.notna().any()
     return THREE_DIGITS if is_decimal else None
 

@@ -264,7 +264,7 @@ def _advise_plan(
             replace(each, verify=how_to_verify(request, each.change.launch, take=place))
             for place, each in enumerate(suggestions, 1)
         ),
-        fastest=_add_up(narrator.proposal(target), suggestions, busy_ns),
+        fastest=_add_up(narrator.proposal(target), suggestions, busy_ns, scorer),
         smallest=_smallest(scorer, narrator, found.smallest, target),
         front=tuple(_point(scorer, choice) for choice in found.front),
         notes=(
@@ -282,17 +282,29 @@ def _advise_plan(
     )
 
 
-def _add_up(fastest: Proposal, suggestions: Sequence[Suggestion], busy_ns: int) -> Proposal:
+def _add_up(
+    fastest: Proposal, suggestions: Sequence[Suggestion], busy_ns: int, scorer: PlanScorer
+) -> Proposal:
     """The plan with the bounds of its changes added up.
 
-    Each gain alone is uncertain by the time without a core, and so are all gains together.
+    Each gain alone is uncertain by the time without a core, and so are all gains together. A new
+    run differs by more, because two runs differ, too. No plan shortens compute.
     """
     if not suggestions:
         return fastest
+    step_ns = scorer.recorded.step_ns
     shared_ns = (len(suggestions) - 1) * busy_ns
     low_ns = sum(each.saved_low_ns for each in suggestions) + shared_ns
     high_ns = sum(each.saved_high_ns for each in suggestions) - shared_ns
-    return replace(fastest, saved_low_ns=low_ns, saved_high_ns=max(high_ns, low_ns))
+    high_ns = min(max(high_ns, low_ns), scorer.most_saved_ns)
+    low_ns = min(low_ns, high_ns)
+    return replace(
+        fastest,
+        saved_low_ns=low_ns,
+        saved_high_ns=high_ns,
+        step_low_ns=min(fastest.step_low_ns, step_ns - high_ns),
+        step_high_ns=max(fastest.step_high_ns, step_ns - low_ns),
+    )
 
 
 def _exceeds_error(scorer: PlanScorer, choice: Choice) -> bool:

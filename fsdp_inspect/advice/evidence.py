@@ -88,6 +88,7 @@ class Evidence:
 
     manifest: RunManifest
     verdict: Verdict
+    """The verdict on the speed."""
     plan_check: PlanCheck | None
     allocator: AllocatorUse | None
     causes_ns: Mapping[str, int]
@@ -122,6 +123,8 @@ class Evidence:
     """The evidence for and against times and gains."""
     unused_by_rank: tuple[str, ...] = ()
     """`RankRecord.unused_parameters` of the recorded ranks."""
+    training: Verdict | None = None
+    """The verdict on a training that is wrong; None: no mistake was found."""
     buckets: BucketSimulation | str = ""
     """The best size of buckets of DDP or ZeRO, or the reason why none is advised."""
     replication: ReplicationSaving | None = None

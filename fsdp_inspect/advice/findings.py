@@ -77,6 +77,7 @@ _COSTS = {
 def find_first_things(evidence: Evidence) -> tuple[Finding, ...]:
     """All findings: the limit of the step, then the trace, then the settings."""
     finds = (
+        _training,
         _limit,
         _late_ranks,
         _outside,
@@ -107,6 +108,22 @@ def _verifiable(finding: Finding) -> Finding:
     if finding.verify:
         return finding
     return replace(finding, verify="Record again, then: fsdp-inspect compare RUN NEW_RUN")
+
+
+def _training(evidence: Evidence) -> Iterator[Finding]:
+    """A mistake of the training itself, before anything about its speed."""
+    verdict = evidence.training
+    if verdict is not None:
+        yield Finding(
+            "",
+            (),
+            verdict.sentence,
+            verdict.why_alone,
+            verdict.next_steps[:1],
+            limits=True,
+            effect=Effect(sentence="No time is saved: it is about what the training learns."),
+            verify="Record again, then: fsdp-inspect show NEW_RUN",
+        )
 
 
 def _limit(evidence: Evidence) -> Iterator[Finding]:

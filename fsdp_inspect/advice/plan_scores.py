@@ -1,6 +1,7 @@
 """Predict step time and peak memory of the plans of a search, each plan once."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 from fsdp_inspect.advice.gain_parts import SLOWDOWN, split_simulated_step
 from fsdp_inspect.advice.plan_simulator import (
@@ -162,6 +163,11 @@ class PlanScorer:
         on_host = self.work.execution is not Execution.STREAM
         parts = split_simulated_step(step, on_host=on_host)
         return parts | {SLOWDOWN: self.score(choice).step_ns - step.duration_ns}
+
+    @cached_property
+    def most_saved_ns(self) -> int:
+        """The step as recorded without its compute, which no plan shortens."""
+        return self.recorded.step_ns - self.parts_ns(AS_RECORDED)["compute"]
 
     def scenario(self, choice: Choice) -> Scenario:
         """The work under a plan: its resolved plan, units and assumptions."""

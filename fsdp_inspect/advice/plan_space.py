@@ -172,7 +172,7 @@ class Space:
         parts = format_unit(first), format_unit(second)
         replaced = {_say_merged(part) for part in parts}
         phrases = (*(each for each in earlier if each not in replaced), _say_merged(*parts))
-        name = ", ".join(phrases)
+        name = ", then ".join(phrases)
         self._phrases[name] = phrases
         self.groupings[name] = merged
         self.rules[name] = "R2" if grouping is None else self.rules[grouping]

@@ -150,19 +150,22 @@ def _evidence(run: RunSource, summary: Summary, *, for_plans: bool = True) -> Ev
     exposed, peak_rank = summary.exposed, summary.memory.peak_rank
     peak, damage = summary.memory.peak, list[str]()
     whole = measure_whole_memory(run.manifest, peak, summary.memory.device_bytes)
+    reduced = [
+        each
+        for each in (exposed.owners if exposed else ())
+        if each.fqn is not None and each.kind == EventKind.ALL_REDUCE.label
+    ]
     return Evidence(
         manifest=run.manifest,
         verdict=summary.verdict.of_speed,
+        training=summary.verdict if summary.verdict.speed else None,
         plan_check=summary.plan_check,
         allocator=None if peak_rank is None else measure_allocator(run, rank=peak_rank),
         causes_ns=exposed.causes_ns if exposed else {},
         exposed_by_kind_ns=exposed.by_kind_ns if exposed else {},
         backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
-        reductions_per_unit=sum(
-            each.count_per_step / each.num_units
-            for each in (exposed.passes if exposed else ())
-            if each.num_units and each.kind == EventKind.ALL_REDUCE.label
-        ),
+        reductions_per_unit=sum(each.count_per_step for each in reduced)
+        / max(len({each.fqn for each in reduced}), 1),
         unused_map_ns=sum(
             owner.exposed_ns
             for owner in (exposed.owners if exposed else ())

@@ -14,7 +14,14 @@ from fsdp_inspect.advice.plan_space import ROOT_PARTS, Choice
 from fsdp_inspect.advice.search import Increment
 from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.analysis.wait_causes import Cause
-from fsdp_inspect.formatting import capitalize, format_bytes, format_ns, format_unit, plural
+from fsdp_inspect.formatting import (
+    capitalize,
+    format_bytes,
+    format_cause,
+    format_ns,
+    format_unit,
+    plural,
+)
 from fsdp_inspect.simulation.network import CostLine
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, owned_parameters
@@ -269,9 +276,9 @@ class Narrator:
         own = self._scorer.score(before).step_ns - self._scorer.score(after).step_ns
         pairs = zip(self._scorer.range_ns(before), self._scorer.range_ns(after), strict=True)
         saved = [own, *(first - second for first, second in pairs)]
-        whole_ns = self._scorer.recorded.step_ns
-        margin = self._scorer.trust.gain_margin_ns(own, whole_ns)
-        return round(min(saved) - margin), min(round(max(saved) + margin), whole_ns)
+        margin = self._scorer.trust.gain_margin_ns(own, self._scorer.recorded.step_ns)
+        high_ns = max(min(round(max(saved) + margin), self._scorer.most_saved_ns), own)
+        return round(min(saved) - margin), high_ns
 
     def _units(self, increment: Increment) -> tuple[str, ...]:
         before = {unit.name: unit for unit in self._scorer.space.plan_of(increment.before).units}
@@ -313,8 +320,8 @@ class Narrator:
         causes = self._evidence.causes_ns
         for cause, is_meant in wanted.items():
             if is_meant and causes.get(cause.label):
-                words = cause.label.replace("_", " ")
-                yield f"Exposed by {words}: {format_ns(causes[cause.label])} a step."
+                cost = format_ns(causes[cause.label])
+                yield f"Exposed by {format_cause(cause.label)}: {cost} a step."
 
     def _cut(self, rule: str) -> Iterator[str]:
         """Facts about the size of the recorded units."""

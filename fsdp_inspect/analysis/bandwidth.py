@@ -64,6 +64,12 @@ def _fit_of(row: KindBandwidth) -> LinkFit | None:
     return row.link if row.link is not None and row.link.refusal is None else None
 
 
+def _latency_of(row: KindBandwidth) -> float | None:
+    """The fitted latency; None: the messages do not show one above 0."""
+    fit = _fit_of(row)
+    return None if fit is None else fit.latency_ns or None
+
+
 LINKS = TableSpec(
     "Bandwidth by collective",
     (
@@ -78,7 +84,7 @@ LINKS = TableSpec(
             "algorithm_bytes_per_s", metric="bus_bytes_per_s", label="algorithm bandwidth"
         ),
         metric_column("bus_bytes_per_s", label="bus"),
-        metric_column("latency_ns", lambda row: fit.latency_ns if (fit := _fit_of(row)) else None),
+        metric_column("latency_ns", _latency_of),
         metric_column(
             "fit_bus_bytes_per_s",
             lambda row: fit.bus_bytes_per_s if (fit := _fit_of(row)) else None,

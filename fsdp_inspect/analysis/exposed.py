@@ -25,6 +25,7 @@ from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_c
 from fsdp_inspect.formatting import format_cause, format_owner
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.statistics import apportion
+from fsdp_inspect.store.reduction.collective_order import find_usual_place
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.mesh_dimensions import OTHER, order_labels
 from fsdp_inspect.trace.run import RunManifest, RunSource
@@ -98,6 +99,10 @@ class OtherCommunication:
     """The dimension of the mesh: `tp`, `world`, ...; `other` if it is unknown."""
     exposed_ns: int
     """Exposed time per step."""
+    count_per_step: float = 0.0
+    """Those that are exposed."""
+    place: str = ""
+    """`file:line` of the script that issues most collectives of this kind; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +385,9 @@ def measure_exposed(
         dimensions=_find_dimensions(typical, split.dimensions, dimensions),
         passes=_find_passes(typical, unit, dimensions),
         owners=_find_owners(_OwnerKeys(run.manifest, member, dimensions), typical, unit),
-        not_fsdp=_find_other(typical, dimensions) if run.manifest.knows_fsdp else (),
+        not_fsdp=_find_other(run, member.rank, typical, dimensions)
+        if run.manifest.knows_fsdp
+        else (),
         evidence=_Evidence(run.manifest, waits, dimensions).collect(unit),
     )
 
@@ -581,19 +588,28 @@ def _find_owners(
 
 
 def _find_other(
-    typical: _TypicalWaits, dimensions: GroupDimensions
+    run: RunSource, rank: int, typical: _TypicalWaits, dimensions: GroupDimensions
 ) -> tuple[OtherCommunication, ...]:
     collectives, exposed = typical.waits.collectives, typical.waits.exposed_ns
     is_other = (collectives.unit == NO_UNIT) & (exposed > 0)
-    sums: dict[tuple[str, str, str], int] = defaultdict(int)
+    waits: dict[tuple[EventKind, str, str], list[int]] = defaultdict(list)
     for position in np.flatnonzero(is_other & (collectives.phase != Phase.EVALUATION)).tolist():
-        kind = EventKind(int(collectives.kind[position])).label
+        kind = EventKind(int(collectives.kind[position]))
         phase = Phase(int(collectives.phase[position])).label
         dimension = dimensions.label(int(collectives.group[position]))
-        sums[kind, phase, dimension] += int(exposed[position])
+        waits[kind, phase, dimension].append(int(exposed[position]))
+    box = run.black_box(rank) if waits else None
+    number = max(typical.num_steps, 1)
     found = (
-        OtherCommunication(*key, round(total / max(typical.num_steps, 1)))
-        for key, total in sums.items()
+        OtherCommunication(
+            kind.label,
+            phase,
+            dimension,
+            exposed_ns=round(sum(own) / number),
+            count_per_step=len(own) / number,
+            place="" if box is None else find_usual_place(box, kind),
+        )
+        for (kind, phase, dimension), own in waits.items()
     )
     return tuple(sorted(found, key=lambda one: -one.exposed_ns))
 

@@ -127,7 +127,10 @@ class _OneScreen:
 
 
 def recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
-    """A finding that limits the step, else the first change that surely helps, else a finding."""
+    """A finding that limits the step, else the first change that surely helps, else a finding.
+
+    Of several findings, the one that may save most.
+    """
     findings = [each for each in advice.findings if each.do]
     limit = next((each for each in findings if each.limits), None)
     if limit is not None:
@@ -137,7 +140,7 @@ def recommended(advice: Advice) -> tuple[Finding | None, Suggestion | None]:
         for each in plan.suggestions:
             if each.saved_low_ns > 0 or plan.is_whole:
                 return None, each
-    return next(iter(findings), None), None
+    return max(findings, key=lambda each: each.effect.saved_high_ns or 0, default=None), None
 
 
 def find_larger(advice: Advice) -> Finding | None:
@@ -242,12 +245,14 @@ def _code_of_plan(plan: PlanAdvice, options: str) -> list[str]:
 
 def _rest(advice: Advice) -> Iterator[RenderableType]:
     """The whole plan in a sentence, and the options that show and write the rest."""
-    finding, _ = recommended(advice)
+    finding, change = recommended(advice)
     plan, options = advice.plan, ["--details shows the evidence and the other changes."]
     yield ""
     if plan is not None and finding is None:
         yield from (_Clipped(each, _TEXT_LINES) for each in plan.remaining)
     if plan is not None and plan.suggestions:
+        if change is None and not (finding is not None and finding.limits):
+            yield from (Text(each) for each in list_changes(plan))
         yield from (_Clipped(f"Caution: {each}", _TEXT_LINES) for each in plan.caveats)
         if finding is not None and not plan.recorded_fits:
             yield _Clipped(describe_plan_for_limit(plan), _LIMIT_LINES)
@@ -266,6 +271,12 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
     if more:
         options.insert(0, f"{plural(more, 'further finding')}.")
     yield _Clipped(" ".join(options), _ROW_LINES, style="dim")
+
+
+def list_changes(plan: PlanAdvice) -> Iterator[str]:
+    """One line for each change of the plan, with its number and its gain."""
+    for place, each in enumerate(plan.suggestions, 1):
+        yield f"{place}. {each.what}: {describe_saving(each, plan)}."
 
 
 def describe_plan_for_limit(plan: PlanAdvice) -> str:

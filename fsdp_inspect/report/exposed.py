@@ -122,7 +122,7 @@ def _phrase(cause: str, found: RankWaits) -> str:
     """A cause in a sentence. Bandwidth and stragglers need other ranks to be distinguished."""
     is_alone = found.arrivals is None or found.arrivals.num_ranks < 2
     if cause == "bandwidth" and is_alone:
-        return "limited by bandwidth, or waiting for other ranks (one rank cannot show which)"
+        return "limited by the transfer, or waiting for other ranks (one rank cannot show which)"
     return phrase_cause(cause)
 
 

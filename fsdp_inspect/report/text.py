@@ -29,6 +29,7 @@ from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.throughput import Throughput
 from fsdp_inspect.analysis.units import UnitCosts
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
+from fsdp_inspect.analysis.verdict.facts import PHASES_BY_NAME
 from fsdp_inspect.formatting import (
     format_bytes,
     format_ns,
@@ -143,10 +144,16 @@ def _largest_waits(summary: Summary) -> Iterable[Text]:
     exposed = [owner for owner in owners if owner.exposed_ns > 0][:MOST_NAMED]
     if exposed:
         waits = ", ".join(
-            f"{name_owner(owner)} {format_kind(owner.kind)} {format_ns(owner.exposed_ns)}"
+            f"{name_owner(owner)} {format_kind(owner.kind)}{_in(owner.phase)} "
+            f"{format_ns(owner.exposed_ns)}"
             for owner in exposed
         )
-        yield Text(f"Largest waits of one kind of collective, sum per step: {waits}.")
+        yield Text(f"Largest waits, sum per step: {waits}.")
+
+
+def _in(phase: str) -> str:
+    """` in backward`; empty outside of passes."""
+    return f" in {phase}" if phase in PHASES_BY_NAME else ""
 
 
 def render_verdict(verdict: Verdict, *, run: str = "RUN") -> RenderableType:

@@ -68,7 +68,8 @@ def describe_run(heading: RunHeading) -> str:
             ranks += f" ({heading.num_ranks} recorded)"
         checked = heading.plan_check.loop if heading.plan_check is not None else None
         if checked is not None and checked.microbatches > 1:
-            loop = f"{checked.microbatches} microbatches a step"
+            what = "microbatches" if checked.adds_up else "backwards"
+            loop = f"{checked.microbatches} {what} a step"
     model = identity.model
     if model and identity.num_parameters:
         model += f", {format_count(identity.num_parameters)} parameters"

@@ -95,3 +95,24 @@ def test_every_finding_says_its_effect_and_how_to_verify_it(tmp_path):
         assert finding.effect.sentence
         assert finding.verify
         assert finding.do
+
+
+def test_ddp_s_map_of_unused_parameters_is_no_reduction_of_a_bucket():
+    builder = RunBuilder(
+        ["bucket 0"],
+        world_size=2,
+        sharder="ddp",
+        observed={"find_unused_parameters": "True", "gradients_between_backwards": "kept"},
+    )
+    builder.unit("bucket 0", parameters={"p": [100]}, replicate_group=0, shard_group=-1)
+    rank = builder.rank(0)
+    for number in range(5):
+        at = 10_000 * number
+        rank.step(number, at, at + 10_000)
+        for microbatch, begin in enumerate((at + 1000, at + 5000)):
+            for unit, start in (("bucket 0", begin), (None, begin + 1500)):
+                times = {"need": start, "issue_ns": start, "microbatch": microbatch}
+                rank.all_reduce(unit, start, start + 1000, group=0, **times)
+    assert (
+        finding_of(builder.build(), "R16").sentence == "DDP reduces every bucket 2 times per step."
+    )

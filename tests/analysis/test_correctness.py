@@ -66,7 +66,13 @@ def test_advice_on_the_speed_is_that_without_the_mistake() -> None:
     found = find_findings(run)
 
     assert any(plain.sentence == measure_summary(run).verdict.sentence for plain in found)
-    assert find_findings(observed(run, STALE, STALE)) == found
+    mistake, *rest = find_findings(observed(run, STALE, STALE))
+    assert tuple(rest) == found
+    assert mistake.limits
+    assert mistake.sentence == "The optimizer updates no parameter of the model."
+    assert mistake.do == (
+        "Create the optimizer after the model is sharded, from the parameters that it then has.",
+    )
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -388,9 +388,7 @@ def test_the_sentence_holds_the_number_and_the_why_the_owner():
 )
 def test_compute_is_called_the_largest_part_beside_shorter_waits(changes, saved):
     verdict = give_verdict(facts(exposed_ns=8 * MS, compute_ns=84 * MS, **changes))
-    assert verdict.largest_part == (
-        f"Compute takes 84%. Hiding communication alone saves at most {saved}."
-    )
+    assert verdict.largest_part == (f"Compute takes 84%. Hiding waits saves at most {saved}.")
     assert not give_verdict(facts(exposed_ns=60 * MS, compute_ns=40 * MS)).largest_part
     assert not give_verdict(facts(data_ns=20 * MS)).largest_part
 
@@ -609,7 +607,7 @@ def test_the_causes_of_waits_are_part_of_the_why():
     verdict = give_verdict(facts(exposed_ns=15 * MS, floor_ns=4 * MS, causes_ns=causes))
     assert verdict.why == (
         "15.0 ms of the typical step of 100 ms are exposed. By cause: late issue 8.00 ms, floor "
-        "4.00 ms, bandwidth 3.00 ms. The floor can only be shortened."
+        "4.00 ms, transfer 3.00 ms. The floor can only be shortened."
     )
 
 
@@ -729,7 +727,9 @@ def test_a_collection_for_which_the_script_asks_is_not_removed_by_disabling_othe
 
 def test_a_straggler_with_more_tokens_is_explained():
     verdict = words_of(straggler=straggler(21 * MS), uneven=uneven())
-    assert verdict.because == "Rank 4 processed 2.1 times the tokens in 34 of 40 steps."
+    assert verdict.because == (
+        "Rank 4 processed 2.1 times the tokens of the others in 34 of 40 steps."
+    )
     assert "Equal batches save about 16.0 ms" in verdict.next_steps[0]
     assert verdict.numbers["balanced_ns"] == pytest.approx(16 * MS, rel=0.01)
 
@@ -781,3 +781,14 @@ def test_a_cost_beside_the_limit_is_named_with_its_remedy():
     assert not any("Checkpoints" in step for step in alone.next_steps)
     starved = facts(exposed_ns=40 * MS, between_ns=20 * MS, trust=without_cores(0.3))
     assert not any("Checkpoints" in step for step in give_verdict(starved).next_steps)
+
+
+def test_time_between_steps_is_compared_with_the_parts_of_the_step():
+    """37% of the whole time are more than 42% of a step, which are 26% of the whole time."""
+    found = facts(exposed_ns=42 * MS, between_ns=59 * MS, has_plan=True)
+    verdict = give_verdict(found)
+    assert verdict.limit is Limit.BETWEEN
+    assert "take 37.1% of the time" in verdict.sentence
+    assert verdict.next_steps[-1].startswith("In the step, communication is exposed for 42%.")
+    less = give_verdict(replace(found, between_ns=30 * MS))
+    assert less.limit is Limit.COMMUNICATION

@@ -23,6 +23,11 @@ def test_the_largest_value_of_a_column_has_three_digits(values, expected):
     assert "unit" not in formats
 
 
+def test_small_messages_are_not_shown_as_nothing():
+    formats = column_formats(pd.DataFrame({"message (MiB)": [3.01, 0.00098, 0.0]}))
+    assert formats["message (MiB)"]["type_config"]["format"] == "%.3g"
+
+
 def test_each_percentage_has_three_digits_and_a_count_has_all():
     frame = pd.DataFrame({"overlap (%)": [99.71, 100.0], "loss": [2.34567, None], "count": [1, 2]})
     formats = column_formats(frame)

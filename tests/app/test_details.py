@@ -40,9 +40,7 @@ def test_a_collective_is_told_in_one_line():
 
 def test_several_causes_are_told_with_their_parts():
     facts = dataclasses.replace(GATHER, causes_ns={"late_issue": 2_000_000, "bandwidth": 900_000})
-    assert shown(tell_event(facts)).endswith(
-        "exposed 2.90 ms: late issue 2.00 ms, bandwidth 900 µs"
-    )
+    assert shown(tell_event(facts)).endswith("exposed 2.90 ms: late issue 2.00 ms, transfer 900 µs")
     assert shown(tell_wait(facts)) == "**all-gather** `layers.1` 2.90 ms · late issue"
 
 

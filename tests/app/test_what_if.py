@@ -160,7 +160,7 @@ def test_a_plan_from_a_link_is_played_and_can_be_changed_further(open_app, bench
     plan = wrap(bench.plan, "every:2")
     app = open_app(SAMPLES, "what_if", run=RUN, plan=pack_plan(plan), bandwidth="1GB/s")
     assert not app.exception
-    assert "Changes of the plan in the address" in read(app)
+    assert "The plan of the address changes units" in read(app)
     assert codes_of(app)[0].endswith("--bandwidth 1GB/s --plan plan.toml")
     file = tmp_path / "plan.toml"
     plan.dump(file)

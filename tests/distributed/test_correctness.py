@@ -113,6 +113,20 @@ def test_a_legal_loop_that_looks_alike_is_no_mistake(runs: tuple[Path, str], nam
     assert run.diagnose().status is Status.HEALTHY
 
 
+def test_the_line_of_the_script_s_own_collectives_is_named(runs: tuple[Path, str]) -> None:
+    run = open_run(runs[0] / "norm-of-the-model-logged")
+
+    exposed = run.summary().exposed
+    assert exposed is not None
+    source = SCRIPT.read_text().splitlines()
+    for part in exposed.not_fsdp:
+        file, _, line = part.place.rpartition(":")
+        assert Path(file).name == SCRIPT.name
+        assert "full_tensor()" in source[int(line) - 1]
+        assert part.count_per_step > 0
+    assert exposed.not_fsdp
+
+
 def test_parameters_that_are_not_finite_are_found_without_numerics_every(
     runs: tuple[Path, str],
 ) -> None:

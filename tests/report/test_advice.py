@@ -20,6 +20,7 @@ from fsdp_inspect.report.advice import (
     describe_recommendation,
     describe_saving,
     describe_searched_plans,
+    recommended,
     render_advice,
 )
 from fsdp_inspect.store.reader import open_run
@@ -349,3 +350,23 @@ def test_a_finding_about_something_else_is_called_another_finding(advice):
     assert line == f"No size helps. Another finding: {other.do[0]} {other.effect.sentence}"
     urgent = describe_recommendation(replace(refused, findings=(STRAGGLER,)))
     assert urgent == f"{STRAGGLER.do[0]} {STRAGGLER.effect.sentence}"
+
+
+def test_changes_that_may_cost_time_are_listed_although_none_is_recommended(advice: Advice) -> None:
+    assert advice.plan is not None
+    doubtful = tuple(replace(each, saved_low_ns=-1000) for each in advice.plan.suggestions)
+    found = replace(advice, plan=replace(advice.plan, suggestions=doubtful), findings=())
+    assert recommended(found) == (None, None)
+    text = " ".join(read(found))
+    for place, each in enumerate(doubtful, 1):
+        assert f"{place}. {each.what}: may save up to" in text
+
+
+def test_of_several_findings_the_one_that_may_save_most_is_recommended(advice: Advice) -> None:
+    less, more = (
+        Finding(
+            "", (), f"{saved}.", "", ("Do it.",), effect=Effect(sentence="", saved_high_ns=saved)
+        )
+        for saved in (5, 9)
+    )
+    assert recommended(replace(advice, plan=None, findings=(less, more))) == (more, None)

@@ -36,7 +36,7 @@ floor        150 ns    60%  the rest of the exposed time of the first
                             all-gather of each forward and the last reduction
                             of each backward; no compute runs next to them: it
                             can be shortened, not hidden
-bandwidth     60 ns    24%  the rest of the exposed time: the transfer takes
+transfer      60 ns    24%  the rest of the exposed time: the transfer takes
                             longer than the compute that could hide it
 late issue    40 ns    16%  exposed time that an earlier issue would have
                             saved: min(exposed, issue - earliest); earliest:

@@ -10,7 +10,8 @@ from tests.report.terminal_text import text_of
 @pytest.mark.parametrize("cause", Cause)
 def test_every_cause_has_words_and_a_definition(cause):
     word = cause.label.replace("_", " ")
-    assert format_cause(cause.label) == {"straggler": "waiting for the last rank"}.get(word, word)
+    own = {"straggler": "waiting for the last rank", "bandwidth": "transfer"}
+    assert format_cause(cause.label) == own.get(word, word)
     assert phrase_cause(cause.label)
     assert f"{cause.label}_ns" in METRICS
 

@@ -16,27 +16,27 @@ Rank 0 waits 250 ns per step for communication.
 DIMENSIONS = """\
 By mesh dimension
 dimension  exposed  share  per step  causes
-shard       230 ns    23%         6  floor 65%, late issue 17%, bandwidth 17%
-other        20 ns     2%         1  bandwidth 100%
+shard       230 ns    23%         6  floor 65%, late issue 17%, transfer 17%
+other        20 ns     2%         1  transfer 100%
 """
 PASSES = """\
 By collective, typical step of rank 0
 collective      phase     dimension  per step  units  exposed  causes
 all-gather      forward   shard             2      2   100 ns  floor 50%,
-                                                               bandwidth 40%,
+                                                               transfer 40%,
                                                                late issue 10%
 reduce-scatter  backward  shard             2      2   100 ns  floor 100%
 all-gather      backward  shard             2      2    30 ns  late issue 100%
-all-reduce      backward  other             1      0    20 ns  bandwidth 100%
+all-reduce      backward  other             1      0    20 ns  transfer 100%
 """
 OWNERS = """\
 By unit, typical step of rank 0
 unit        collective      phase     exposed  causes
 layers.0    reduce-scatter  backward   100 ns  floor 100%
 layers.0    all-gather      forward     50 ns  floor 100%
-layers.1    all-gather      forward     50 ns  bandwidth 80%, late issue 20%
+layers.1    all-gather      forward     50 ns  transfer 80%, late issue 20%
 layers.1    all-gather      backward    30 ns  late issue 100%
-(not FSDP)  all-reduce      backward    20 ns  bandwidth 100%
+(not FSDP)  all-reduce      backward    20 ns  transfer 100%
 """
 GATHERS = """\
 All-gathers over 3 steps: 6 explicit, 3 missed, 3 first
@@ -109,7 +109,9 @@ def test_bandwidth_and_stragglers_are_not_told_apart_by_one_rank():
     builder, rank = one_step()
     rank.all_gather("layers.1", ms(10), ms(60), need=ms(30), issue_ns=ms(0))
     text = " ".join(shown(builder.build()).split())
-    assert "limited by bandwidth, or waiting for other ranks (one rank cannot show which)" in text
+    assert (
+        "limited by the transfer, or waiting for other ranks (one rank cannot show which)" in text
+    )
 
 
 def test_a_rank_that_waits_for_nothing_says_so():

@@ -74,9 +74,9 @@ unit         collective      phase     in flight  exposed   floor
 unit         collective      phase     exposed  causes
 ...layers.0  reduce-scatter  backward   100 ns  floor 100%
 ...layers.0  all-gather      forward     50 ns  floor 100%
-...layers.1  all-gather      forward     50 ns  bandwidth 80%, late issue 20%
+...layers.1  all-gather      forward     50 ns  transfer 80%, late issue 20%
 ...layers.1  all-gather      backward    30 ns  late issue 100%
-(not FSDP)   all-reduce      backward    20 ns  bandwidth 100%
+(not FSDP)   all-reduce      backward    20 ns  transfer 100%
 """,
     ("exposed", "Longest wait of each"): """\
 step  collective                    issued  needed  ended  exposed  main cause
@@ -84,11 +84,11 @@ step  collective                    issued  needed  ended  exposed  main cause
       (backward)
 1     ...layers.0 all-gather         0.000   0.000  0.000    50 ns  floor
       (forward)
-1     ...layers.1 all-gather         0.000   0.000  0.000    50 ns  bandwidth
+1     ...layers.1 all-gather         0.000   0.000  0.000    50 ns  transfer
       (forward)
 1     ...layers.1 all-gather         0.000   0.000  0.000    30 ns  late issue
       (backward)
-1     (not FSDP) all-reduce          0.001   0.001  0.001    20 ns  bandwidth
+1     (not FSDP) all-reduce          0.001   0.001  0.001    20 ns  transfer
       (backward)
 """,
     ("exposed", "All-gathers"): """\

@@ -1,7 +1,10 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from fsdp_inspect.analysis.plan_check.check import LoopFacts
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.wording import (
@@ -9,10 +12,12 @@ from fsdp_inspect.report.wording import (
     define_words,
     describe_cut,
     describe_main_cause,
+    describe_run,
     format_change,
     format_error,
     name_backend,
 )
+from tests.builders import steady_run
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,7 @@ def test_torchs_fake_backend_is_called_emulated(backend, name):
         ({"late_issue": 9, "floor": 1}, "mostly late issue", "mostly late issue"),
         ({"floor": 9, "straggler": 1}, "mostly floor, then waiting for the last rank", ""),
         ({"floor": 9}, "mostly floor", ""),
-        ({"floor": 4, "bandwidth": 3, "straggler": 3}, "floor and bandwidth", ""),
+        ({"floor": 4, "bandwidth": 3, "straggler": 3}, "floor and transfer", ""),
     ],
 )
 def test_the_main_cause_names_what_the_floor_hides(causes, said, in_headline):
@@ -74,3 +79,16 @@ def test_our_words_are_defined_unless_the_text_does_so():
     assert define_terms("Own work by rank") == f"Own work: {own_work}."
     assert define_terms(f"Own work: {own_work}.") == ""
     assert define_terms("Compute") == ""
+
+
+def test_the_set_up_of_a_run_has_the_backwards_of_its_steps():
+    summary = measure_summary(steady_run())
+    loop = LoopFacts(microbatches=4, sync="last", kept_between_microbatches=())
+    for loop_facts, words in (
+        (loop, " · 4 microbatches a step"),
+        (replace(loop, adds_up=False), " · 4 backwards a step"),
+        (replace(loop, microbatches=1), "200 parameters"),
+    ):
+        checked = replace(summary.plan_check, loop=loop_facts)
+        assert describe_run(replace(summary, plan_check=checked)).endswith(words)
+    assert "2 ranks (1 recorded)" in describe_run(replace(summary, num_ranks=1))

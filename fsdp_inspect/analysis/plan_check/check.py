@@ -73,6 +73,8 @@ class LoopFacts:
     """Microbatches that reduce gradients: `every`, `last`, `all_reduce_last`, `some`, `never`."""
     kept_between_microbatches: tuple[str, ...]
     """Units that stay unsharded from one microbatch to the next."""
+    adds_up: bool = True
+    """Whether the step adds up the gradients of its backwards. A GAN, for example, does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,10 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
     counts = [
         count_unit(unit, plans.get(unit.fqn), manifest, observed, roots) for unit in manifest.units
     ]
-    loop = _describe_loop(observed, [count.unit.fqn for count in counts if count.is_kept])
+    loop = replace(
+        _describe_loop(observed, [count.unit.fqn for count in counts if count.is_kept]),
+        adds_up=manifest.observed.get("gradients_between_backwards") != "changed",
+    )
     deviations = [*_joined(finding for count in counts for finding in _explain(count))]
     once = _find_single_deviation(counts, observed.steps)
     wrong = [

@@ -67,15 +67,23 @@ class StragglerEvidence:
         return self.work.num_longest(*ranks) >= LEAST_BUSIEST_RATIO * self.work.num_steps
 
     def are_waited_for(self, ranks: Collection[int]) -> bool:
-        """Return whether these ranks cause most of the skew, beyond the uncertainty of clocks."""
+        """Return whether the skew shows the extra work of these ranks, beyond the clocks' error.
+
+        Ranks are also late at random. The skew at collectives at which other ranks are last shows
+        how much. What these ranks cause beyond their part of that is at least half of their extra
+        work.
+        """
         shared = self._shared(ranks)
-        even = shared.skew_ns * shared.even_ratio
         if not shared.is_last_own.any():
             return False
         caused = shared.skew_ns[shared.is_last_own].sum()
-        if caused < (even.sum() + shared.skew_ns.sum()) / 2:
+        even = shared.even_ratio[~shared.is_last_own]
+        at_random = shared.skew_ns[~shared.is_last_own] * even / np.maximum(1 - even, 1e-9)
+        extra_ns = self.work.excess_ns(*ranks) * shared.num_steps
+        if 2 * (caused - at_random.sum()) < extra_ns:
             return False
-        return not self.are_clocks_aligned or self.how_late(ranks)[0] > self.uncertainty_ns
+        late_ns = shared.late_ns[shared.is_last_own].mean()  # slow data is late once in a step
+        return not self.are_clocks_aligned or late_ns > self.uncertainty_ns
 
     def last_ratio(self, ranks: Collection[int]) -> float:
         """Return the fraction of the collectives with other ranks at which one of these is last."""
@@ -122,6 +130,7 @@ class StragglerEvidence:
             late_ns=rows.arrival_ns.max(axis=1, initial=NEVER)
             - others[np.arange(len(rows)), middle],
             phase=rows.rows.phase,
+            num_steps=len(np.unique(rows.rows.step)),
         )
 
 
@@ -137,6 +146,8 @@ class _Shared:
     late_ns: NDArray[np.int64]
     """Last arrival - median arrival of the other ranks, shape (C,)."""
     phase: NDArray[np.int8]
+    num_steps: int
+    """The steps of these collectives."""
 
 
 def _read_durations(arrivals: Arrivals, ranks: Collection[int]) -> _Shared:
@@ -154,6 +165,7 @@ def _read_durations(arrivals: Arrivals, ranks: Collection[int]) -> _Shared:
         even_ratio=took_part[:, is_own].sum(axis=1) / took_part.sum(axis=1),
         late_ns=rows.spread_ns,
         phase=rows.rows.phase,
+        num_steps=len(np.unique(rows.rows.step)),
     )
 
 

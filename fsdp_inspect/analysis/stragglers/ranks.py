@@ -11,12 +11,13 @@ of these hold:
 - It works longest in at least three quarters of the steps, and in more steps than equal ranks would
   by chance (exact binomial against 1/N, times N for the choice of the rank, at most 5%: see
   [Note: chance] in `analysis.stragglers.rank_work`). With too few steps, the result is unknown.
-- It causes most of the waiting at its own collectives: the skew at those where it is last is at
-  least halfway between its even fraction and all of the skew. The even fraction is 1/N with N ranks
-  at each collective. This counts time and not collectives: a rank with slow data is late at one
-  collective per step, and no more often than others elsewhere. Collectives of other ranks do not
-  count: on a mesh, its TP group waits for it first, and then other ranks wait for its TP group.
-- It is later than the uncertainty of the clocks.
+- The other ranks wait for its extra work: at its own collectives, the skew where it is last, less
+  what it would be late at random, is at least half of that work. Other ranks are last at random
+  too, which shows how much that is: their skew, times 1/(N-1) with N ranks at each collective. This
+  counts time and not collectives: a rank with slow data is late at one collective per step, and no
+  more often than others elsewhere. Collectives of other ranks do not count: on a mesh, its TP group
+  waits for it first, and then other ranks wait for its TP group.
+- Where it is last, it is later than the uncertainty of the clocks, on average.
 - The typical step is at least 2% shorter without it. The cost is the systematic part: the smallest
   of two replayed differences and the median extra work (`RankPricing.without`,
   `RankWork.excess_ns`). If the replay of the recorded steps is wrong by more than 5%, or by more

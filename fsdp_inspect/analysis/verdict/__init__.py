@@ -86,6 +86,9 @@ __all__ = [
 ]
 
 
+_ITS_SPEED = " Its speed:"
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The limit of the step, with sentences and numbers."""
@@ -113,6 +116,11 @@ class Verdict:
     hiding them saves at most; else empty."""
     speed: "Verdict | None" = None
     """The verdict on the speed, if this one is about a mistake of the training."""
+
+    @property
+    def why_alone(self) -> str:
+        """The details, without the speed of a training that is wrong."""
+        return self.why.partition(_ITS_SPEED)[0]
 
     @property
     def of_speed(self) -> "Verdict":
@@ -147,12 +155,12 @@ def give_no_verdict(sentence: str, why: str, next_step: str) -> Verdict:
 
 def give_verdict_on_training(fault: TrainingFault, speed: Verdict) -> Verdict:
     """Return the verdict on a training that is wrong; the verdict on its speed follows."""
-    place = f" Line: {shorten_place(fault.place)}." if fault.place else ""
+    place = f" Seen at {shorten_place(fault.place)}." if fault.place else ""
     return replace(
         speed,
         limit=Limit.TRAINING,
         sentence=fault.headline,
-        why=f"{fault.why}{place} Its speed: {speed.sentence}",
+        why=f"{fault.why}{place}{_ITS_SPEED} {speed.sentence}",
         next_steps=(fault.change, *speed.next_steps),
         because=fault.why.partition(". ")[0].rstrip(".") + ".",
         largest_part="",

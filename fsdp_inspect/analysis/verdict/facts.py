@@ -53,6 +53,10 @@ class OtherPart:
     """Exposed time of this part."""
     total_ns: int
     """Exposed time of all communication that FSDP did not issue."""
+    count_per_step: float = 0.0
+    """Those of this part that are exposed."""
+    place: str = ""
+    """`file:line` of the script that issues it; empty: unknown."""
 
 
 PHASES_BY_NAME = frozenset({"forward", "backward"})
@@ -447,6 +451,8 @@ def _find_named(facts: StepFacts) -> dict[Limit, float]:
         Limit.OTHER: (facts.ratio(facts.other_ns - max(collection, stop)), OTHER_RATIO),
     }
     named = {limit: share for limit, (share, least) in shares.items() if share >= least}
+    if Limit.BETWEEN in named:  # its threshold is of the whole time, and the others are of the step
+        named[Limit.BETWEEN] = facts.ratio(facts.between_ns)
     if facts.stops_alone:  # the others wait for this rank
         named.pop(Limit.COMMUNICATION, None)
         if facts.straggler is not None and 2 * facts.stop_ns >= late:

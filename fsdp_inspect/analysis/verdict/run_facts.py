@@ -305,6 +305,8 @@ def _largest_other(exposed: Exposed) -> OtherPart | None:
         dimension=largest.dimension,
         exposed_ns=min(largest.exposed_ns, other),
         total_ns=other,
+        count_per_step=largest.count_per_step,
+        place=largest.place,
     )
 
 

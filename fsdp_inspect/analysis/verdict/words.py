@@ -27,6 +27,7 @@ from fsdp_inspect.formatting import (
     format_bytes,
     format_category,
     format_cause,
+    format_count,
     format_ns,
     format_ranks,
     format_ratio,
@@ -74,6 +75,11 @@ FIND_CALL = (
     "kind and phase."
 )
 
+FEWER_CALLS = (
+    "Issue it less often, in fewer and larger messages, or compute with the local shards, as "
+    "torch's clip_grad_norm_ does."
+)
+
 Words = tuple[str, str, str, tuple[str, ...]]
 """The headline, the main reason in one short sentence, the complete reason, the changes to try
 next."""
@@ -99,9 +105,9 @@ def phrase_largest_part(limit: Limit, facts: StepFacts) -> str:
     """State that compute takes more of the step than the waits of the headline; else empty."""
     if limit not in OF_WAITS or facts.compute_ns <= facts.exposed_ns:
         return ""
-    takes = "Compute and hooks take" if facts.blocks_host else "Compute takes"
+    takes = "Forward, backward and optimizer take" if facts.blocks_host else "Compute takes"
     return (
-        f"{takes} {_ratio(facts, facts.compute_ns)}. Hiding communication alone saves at most "
+        f"{takes} {_ratio(facts, facts.compute_ns)}. Hiding waits saves at most "
         f"{_ratio(facts, max(facts.avoidable_ns, 0))}."
     )
 
@@ -408,8 +414,8 @@ def _phrase_straggler(facts: StepFacts) -> Words:
     uneven, balanced_ns = facts.uneven, facts.balanced_ns
     if uneven is not None and balanced_ns is not None:
         because = (
-            f"Rank {uneven.rank} processed {uneven.ratio:.1f} times the {uneven.word} in "
-            f"{uneven.num_more} of {uneven.out_of} steps."
+            f"Rank {uneven.rank} processed {uneven.ratio:.1f} times the {uneven.word} of the "
+            f"others in {uneven.num_more} of {uneven.out_of} steps."
         )
         padding = uneven.padding_ratio
         if padding:
@@ -558,11 +564,12 @@ def _phrase_other_part(facts: StepFacts, part: OtherPart) -> Words:
     name, remedy = describe_other_part(part)
     place = f" in {part.phase}" if part.phase in PHASES_BY_NAME else ""
     kind = part.kind.replace("_", "-")
-    longest = f"the {kind} of {name}{place}: {format_ns(part.exposed_ns)}{_on_rank(facts)}"
+    own = f"the {kind} of {name}{place}{_where(part)}"
+    longest = f"{own}: {format_ns(part.exposed_ns)}{_on_rank(facts)}"
     return (
         f"Communication outside FSDP is exposed for {_ratio(facts, part.total_ns)} of the step.",
         f"The largest part is {longest}.",
-        f"{_phrase_kinds(facts)} The largest part outside FSDP is the {kind} of {name}{place}: "
+        f"{_phrase_kinds(facts)} The largest part outside FSDP is {own}: "
         f"{format_ns(part.exposed_ns)}. No sharding plan changes it.",
         (remedy, *([COMPARE_PLANS] if facts.has_plan else [])),
     )
@@ -592,7 +599,15 @@ def describe_other_part(part: OtherPart) -> tuple[str, str]:
         )
     if part.phase == Phase.DATA.label:
         return "data loading", "Let each rank read its own batch, or fetch the next batch earlier."
-    return "the training loop", FIND_CALL
+    return "the training loop", FEWER_CALLS if part.place else FIND_CALL
+
+
+def _where(part: OtherPart) -> str:
+    """` (train.py:45, 82 times a step)`; empty: the line is unknown."""
+    if not part.place or part.dimension not in _LOOP_DIMENSIONS:
+        return ""
+    times = f", {format_count(part.count_per_step)} times a step" if part.count_per_step > 1 else ""
+    return f" ({shorten_place(part.place)}{times})"
 
 
 _LOOP_DIMENSIONS = frozenset({"", "shard", "replicate", "world", "other"})
@@ -664,7 +679,11 @@ def _phrase_most_exposed(facts: StepFacts) -> str:
 def _phrase_main_wait(facts: StepFacts) -> str:
     """Phrase unit, cause and rank of the largest waits, or the property that all waits share."""
     if facts.blocks_host:
-        return f"Collectives block the host on {facts.backend}{_list_kinds(facts)}."
+        blocks = f"Collectives block the host on {facts.backend}"
+        if facts.top is None:
+            return f"{blocks}{_list_kinds(facts)}."
+        most = _phrase_most_exposed(facts)
+        return f"{blocks}. {most}"
     if 2 * facts.late_ranks_ns > facts.exposed_ns:
         late = format_ns(facts.late_ranks_ns)
         return f"Ranks that arrive late cause {late} of the waits{_on_rank(facts)}."
@@ -687,7 +706,7 @@ def phrase_outside(facts: StepFacts) -> tuple[str, ...]:
     if facts.ratio(part.total_ns) < COMMUNICATION_RATIO:
         return ()
     name, remedy = describe_other_part(part)
-    what = f"most of all the {part.kind.replace('_', '-')} of {name}"
+    what = f"most of all the {part.kind.replace('_', '-')} of {name}{_where(part)}"
     ratio = _ratio(facts, part.total_ns)
     return f"Communication outside FSDP is exposed for {ratio} of the step, {what}.", remedy
 
@@ -973,6 +992,8 @@ _REMEDIES = {
 
 
 def _phrase_between(facts: StepFacts) -> Words:
+    exposed = f"In the step, communication is exposed for {_ratio(facts, facts.exposed_ns)}."
+    is_exposed = facts.has_plan and facts.ratio(facts.avoidable_ns) >= COMMUNICATION_RATIO
     return (
         f"Checkpoints or evaluation take {format_ratio(facts.between_ratio)} of the time.",
         f"They take {format_ns(facts.between_ns)} before each step{_on_rank(facts)}.",
@@ -983,6 +1004,7 @@ def _phrase_between(facts: StepFacts) -> Words:
             "Save or evaluate less often, or save in the background "
             "(torch.distributed.checkpoint.async_save).",
             "Run `fsdp-inspect show RUN lifetime` to see each part.",
+            *([f"{exposed} {COMPARE_PLANS}"] if is_exposed else []),
         ),
     )
 

@@ -362,6 +362,17 @@ def find_issued(box: BlackBox, rows: NDArray[np.void], position: int) -> Issued 
     return read_entry(box, rows[place])
 
 
+def find_usual_place(box: BlackBox, kind: EventKind) -> str:
+    """The line that issues most collectives of a kind without a unit; empty: no line does."""
+    entries = box.entries
+    own = entries["place"][(entries["unit"] == NO_UNIT) & (entries["kind"] == kind)]
+    if not len(own):
+        return ""
+    numbers, counts = np.unique(own, return_counts=True)
+    place = box.places.get(int(numbers[counts.argmax()]))
+    return str(place) if place is not None and 2 * counts.max() > len(own) else ""
+
+
 def read_entry(box: BlackBox, row: np.void) -> Issued:
     """An entry of a black box as a record."""
     return Issued(

@@ -239,6 +239,30 @@ def late_input_run():
     return builder.build()
 
 
+@pytest.mark.parametrize(("extra", "is_found"), [(60, True), (0, False)])
+def test_a_rank_that_works_longer_is_found_among_ranks_that_are_late_at_random(extra, is_found):
+    """Of ten further collectives of a step, each rank is late by 10 at five of them."""
+    builder = RunBuilder(world_size=2)
+    for number in range(2):
+        rank = builder.rank(number)
+        rank.record = {"host": "a"}
+        for step in range(12):
+            start = now = 2000 * step
+            rank.step(step, start, start + 2000)
+            rank.data(start, start + 100 + number * extra)
+            for place in range(11):
+                late = number * extra if place == 0 else 10 * ((place + step) % 2 == number)
+                begin, now = now + 100 + late, now + 100 + max(extra if place == 0 else 10, 1) + 5
+                rank.all_gather("layers.0", begin, now, need=begin, sequence=11 * step + place)
+    ranks = measure_ranks(builder.build())
+    assert ranks.straggler_refusal is None
+    found = ranks.straggler
+    assert (found is not None) == is_found
+    if found is not None:
+        assert (found.rank, found.meanwhile) == (1, "data")
+        assert 0.7 * extra <= found.cost_ns <= extra
+
+
 def test_without_clocks_the_rank_that_waits_least_is_still_told():
     run = build_run(*[(100, 100, 160)] * 3, hosts=["a", "b", "c"])
     ranks = measure_ranks(run)

@@ -1,7 +1,7 @@
 """Page Advice: the recommended change, and folded all changes, findings and other plans."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import streamlit as st
@@ -19,6 +19,8 @@ from fsdp_inspect.report.advice import (
     describe_row,
     describe_saving,
     describe_searched_plans,
+    find_larger,
+    list_changes,
     recommended,
     title_of_plan,
 )
@@ -109,7 +111,11 @@ def show_page(entry: RunEntry, run: Run) -> None:
     with answer:
         show_headline(plain(advice.answer))
         _show_recommended(advice, question, run.manifest, run.summary())
-    others = [each for each in advice.findings if each is not recommended(advice)[0]]
+        larger = find_larger(advice)
+        if larger is not None:
+            _show_finding(larger, run.manifest, key="larger", title=f"Also: {larger.sentence}")
+    shown = (recommended(advice)[0], larger)
+    others = [each for each in advice.findings if not any(each is one for one in shown)]
     if others:
         with show_fold(plural(len(others), "further finding"), key="findings"):
             for place, finding in enumerate(others):
@@ -139,18 +145,20 @@ def _show_recommended(
         _show_proposal(title_of_plan(plan), plan.fastest, plan, question, key="recommended")
     elif suggestion is not None and plan is not None:
         if len(plan.suggestions) > 1:
-            show_text("\n".join(_list_changes(plan)))
+            _show_changes(plan)
         _show_suggestion(suggestion, plan, question, manifest, key="recommended")
+    elif plan is not None and plan.suggestions:
+        _show_changes(plan)
     if plan is not None and is_of_plan:
         show_text(plain(" ".join(plan.remaining)))
         show_caveats(plan.caveats if plan.suggestions else ())
 
 
-def _list_changes(plan: PlanAdvice) -> Iterator[str]:
-    """One line for each change of the plan, and one for all of them."""
-    for place, each in enumerate(plan.suggestions):
-        yield f"{place + 1}. {plain(f'{each.what}: {describe_saving(each, plan)}.')}"
-    yield f"\n{plain(f'All changes: {describe_effect(plan.fastest, plan)}.')}"
+def _show_changes(plan: PlanAdvice) -> None:
+    """Show one line for each change of the plan, and one for all of them."""
+    lines = [plain(line).replace("\\.", ".", 1) for line in list_changes(plan)]
+    whole = plain(f"All changes: {describe_effect(plan.fastest, plan)}.")
+    show_text("\n".join([*lines, f"\n{whole}"] if len(lines) > 1 else lines))
 
 
 def _ask(entry: RunEntry) -> Question | None:

@@ -115,7 +115,8 @@ def show_page(entry: RunEntry, run: Run) -> None:
     with show_fold("Waits of all units", key="waits"):
         _show_owners(run)
         _show_dimensions(summary)
-    with show_fold("Step time and loss over steps", key="over-steps"):
+    title = "Step time and loss over steps" if summary.loss else "Step time over steps"
+    with show_fold(title, key="over-steps"):
         _show_step_times(summary, times)
         _show_scalar(run, times)
     with show_fold("Findings and further steps", key="further"):
@@ -275,7 +276,9 @@ def _show_findings(run: Run) -> None:
     with show_card("Findings", key="findings"):
         for finding in findings:
             page = _PAGE_OF_RULE.get(finding.rule) or (
-                "units" if finding.units else _page_of_limit(summary.verdict.of_speed)
+                "units"
+                if finding.units
+                else _page_of_limit(summary.verdict if finding.limits else summary.verdict.of_speed)
             )
             _show_line(finding.sentence, page, finding.units)
         if checked is not None and checked.is_consistent is not False:
@@ -446,7 +449,7 @@ def _show_worst_units(summary: Summary) -> None:
             by_unit.setdefault(owner.fqn, []).append(owner)
     worst = sorted(by_unit.values(), key=lambda own: -sum(each.exposed_ns for each in own))
     if worst := worst[:_TOP_UNITS]:
-        title = f"Largest waits of a unit{_on(summary)}, sum per step"
+        title = f"Largest waits{_on(summary)}, sum per step"
         words = (f"{name_owner(own[0])} {describe_main_cause(own)}" for own in worst)
         with show_card(title, key="worst", note=define_words(" ".join(words))):
             for own in worst:
@@ -544,7 +547,7 @@ def _show_about(manifest: RunManifest, summary: Summary) -> None:
 
 _PAGE_OF_RULE = {
     "R32": "ranks",
-    "R21": "memory",
+    **dict.fromkeys(("R21", "R35"), "memory"),
     **dict.fromkeys(("R7", "R12", "R19", "R20", "R31", "R33"), "timeline"),
     **dict.fromkeys(("R1", "R14", "R23", "R26", "R27", "R30"), "units"),
 }

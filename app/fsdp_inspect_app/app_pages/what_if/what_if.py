@@ -1,7 +1,7 @@
 """Page What-if: the predicted step under another plan or on another network."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import streamlit as st
@@ -9,6 +9,7 @@ from streamlit.delta_generator import DeltaGenerator
 
 from fsdp_inspect import Run
 from fsdp_inspect.advice.prediction_creation import make_prediction
+from fsdp_inspect.comparison.settings import find_plan_differences
 from fsdp_inspect.errors import FsdpInspectError, MissingDataError, PlanError
 from fsdp_inspect.formatting import format_bytes, format_bytes_per_s, format_ns, name_run
 from fsdp_inspect.report.simulation import (
@@ -117,7 +118,7 @@ def _show_prepared(entry: RunEntry, run: Run, prepared: PreparedRun) -> None:
     start, problem = _linked_plan(run.manifest)
     left, right = st.columns([2, 5], gap="medium")
     with left:
-        chosen, knobs = _show_knobs(prepared, run.manifest, is_linked=start is not None)
+        chosen, knobs = _show_knobs(prepared, run.manifest, start)
     try:
         if problem is not None:
             raise problem
@@ -158,10 +159,10 @@ def _linked_plan(manifest: RunManifest) -> tuple[Plan | None, PlanError | None]:
 
 
 def _show_knobs(
-    prepared: PreparedRun, manifest: RunManifest, *, is_linked: bool
+    prepared: PreparedRun, manifest: RunManifest, start: Plan | None
 ) -> tuple[dict[str, str], list[Knob]]:
-    """The chosen texts, by setting, and all settings."""
-    recorded = {} if is_linked else recorded_values(prepared.plan, manifest)
+    """The chosen texts, by setting, and all settings; `start` is the plan in the address."""
+    recorded = {} if start is not None else recorded_values(prepared.plan, manifest)
     groups = (
         ("Units", knobs_of_units(prepared.plan), True),
         ("Gradients", KNOBS_OF_REDUCTION, False),
@@ -170,8 +171,9 @@ def _show_knobs(
     )
     chosen: dict[str, str] = {}
     with show_card("Plan and network", key="knobs"):
-        if is_linked:
-            show_note("Changes of the plan in the address\\.")
+        if start is not None:
+            changes = ", ".join(_list_changes(prepared.plan, start)) or "nothing"
+            show_note(plain(f"The plan of the address changes {changes}. Settings come on top."))
             page_link("what_if", "Use the recorded plan", icon=":material/undo:")
         for name, knobs, is_open in groups:
             turned = any(knob.name in st.query_params for knob in knobs)
@@ -191,6 +193,14 @@ def _show_knobs(
         all_knobs = [knob for _, knobs, _ in groups for knob in knobs]
         _show_reset(chosen, all_knobs)
     return chosen, all_knobs
+
+
+def _list_changes(recorded: Plan, plan: Plan) -> Iterator[str]:
+    """`reshard_after_forward of layers.0 and 7 more to False`."""
+    names = {*recorded.unit_names, *plan.unit_names}
+    for each in find_plan_differences(plan, recorded, with_parameters=names):
+        where = f" of {each.where}" if each.where else ""
+        yield f"{each.name}{where} to {each.asked}"
 
 
 def _linked_knobs(knobs: Sequence[Knob]) -> dict[str, str]:
