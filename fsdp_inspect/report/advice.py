@@ -82,9 +82,7 @@ def describe_recommendation(advice: Advice) -> str:
         what = f"{largest.what}, and {plural(number - 1, 'more change')}"
     added = effect.added_bytes
     peak = "peak unknown" if added is None else f"peak {_signed_bytes(added)}"
-    larger = find_larger(advice)
-    also = "" if larger is None else f" Also: {larger.sentence} {larger.do[0]}"
-    return f"{what}: {describe_saving(effect, advice.plan)}, {peak} (predicted).{also}"
+    return f"{what}: {describe_saving(effect, advice.plan)}, {peak} (predicted)."
 
 
 # --- one screen

@@ -25,7 +25,7 @@ from fsdp_inspect.formatting import (
     name_run,
 )
 from fsdp_inspect.metrics import define_metric, find_metric
-from fsdp_inspect.report.advice import describe_recommendation
+from fsdp_inspect.report.advice import describe_recommendation, find_larger
 from fsdp_inspect.report.charts.results import (
     draw_breakdown,
     draw_dimensions,
@@ -156,6 +156,11 @@ def _show_answer(entry: RunEntry, run: Run) -> None:
                 page_link(page, "Show evidence", icon=":material/arrow_forward:", **shown)
         with _line("Do"):
             _show_what_to_do(entry, run, problem)
+        advice = known_advice(entry) if with_advice else None
+        larger = find_larger(advice) if advice is not None else None
+        if larger is not None:
+            with _line("Also"):
+                show_text(plain(f"{larger.sentence} {larger.do[0]}"), width="stretch")
     _show_digest(entry, run)
     if problem == "":
         _await_search(entry, run, with_advice=with_advice)
