@@ -427,6 +427,8 @@ def _show_how_to_run(entry: RunEntry, plan: PlanAdvice, question: Question) -> N
         )
         show_code(question.command, key="advise")
         show_title("2. Change the code")
+        if plan.change.diff:
+            show_note("The command above also writes this diff as plan\\.patch, for patch \\-p0\\.")
         _show_change(plan.change, plan.snippet, key="all-changes")
         show_title("3. Record the run and compare it with the prediction")
         for place, line in enumerate(plan.verify):

@@ -234,7 +234,7 @@ def draw_allocator(use: AllocatorUse, device_bytes: int | None) -> Chart:
         ("allocated", use.allocated_bytes),
         ("active", use.active_bytes),
         ("reserved", use.reserved_bytes),
-        ("in use on the device (NVML)", use.device_used_bytes),
+        ("in use (NVML)", use.device_used_bytes),
         ("the device", device_bytes),
     ]
     return draw_bars(
