@@ -154,6 +154,9 @@ def picture_live(dashboard: Dashboard, runs: Path, out: Path) -> None:
 def save(dashboard: Dashboard, path: Path) -> None:
     """Save the page from its top, at most `TALLEST` high, in few colours."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    searching = dashboard.page.get_by_text("Searching for the best change")
+    searching.wait_for(state="detached", timeout=60_000)  # Overview shows the best change
+    dashboard.settle()
     dashboard.screenshot(path)
     with Image.open(path) as picture:
         cut = picture.crop((0, 0, picture.width, min(picture.height, TALLEST)))
