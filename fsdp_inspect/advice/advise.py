@@ -187,8 +187,8 @@ def give_advice(
             chosen = evidence.buckets
             if isinstance(chosen, str):
                 refusal = chosen
-            elif any(each.rule == "R38" for each in findings):
-                refusal = "The best size is a finding."
+            elif sizes := [each for each in findings if each.rule == "R38"]:
+                refusal = f"{sizes[0].sentence} {sizes[0].do[0]}"
             else:
                 refusal = (
                     "The best simulated size of the buckets saves too little to name: "
@@ -213,7 +213,12 @@ def give_advice(
         )
     plan = _advise_plan(scorer, evidence, request)
     answer = _answer(plan, findings)
-    settled = attribute_gains(findings, can_simulate=True, has_changes=bool(plan.suggestions))
+    settled = attribute_gains(
+        findings,
+        can_simulate=True,
+        has_changes=bool(plan.suggestions),
+        keeps_late_waits=scorer.work.late_ns > 0,
+    )
     return Advice(run.manifest.run_id, answer, settled, plan, None)
 
 

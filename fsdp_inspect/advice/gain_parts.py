@@ -80,7 +80,11 @@ def _waits(step: SimulatedStep) -> Iterator[tuple[str, Intervals]]:
 
 
 def attribute_gains(
-    findings: Sequence[Finding], *, can_simulate: bool, has_changes: bool
+    findings: Sequence[Finding],
+    *,
+    can_simulate: bool,
+    has_changes: bool,
+    keeps_late_waits: bool = False,
 ) -> tuple[Finding, ...]:
     """Remove gains that an earlier finding or a change of the plan already claims.
 
@@ -96,18 +100,21 @@ def attribute_gains(
         findings: In their order.
         can_simulate: Whether the run can be simulated.
         has_changes: Whether a change of the plan is suggested.
+        keeps_late_waits: Whether plans are simulated with the waits for late ranks as they are, so
+            that no plan claims what a fixed straggler saves.
     """
     settled: list[Finding] = []
     claimed_by = "the changes of the plan" if has_changes else ""
     for finding in leave_out_plans(findings) if can_simulate else findings:
-        if finding.effect.is_exposed and claimed_by:
+        is_apart = keeps_late_waits and finding.rule == "R32"
+        if finding.effect.is_exposed and claimed_by and not is_apart:
             effect = _unclaimed(finding.effect, claimed_by)
             if finding.limits:  # it stands before the plan, as the recommended fix
                 shared = "may save the same time, so the two do not add up."
                 words = f"{finding.effect.sentence} {capitalize(claimed_by)} {shared}"
                 effect = replace(effect, sentence=words)
             finding = replace(finding, effect=effect)
-        elif finding.effect.is_exposed:
+        elif finding.effect.is_exposed and not is_apart:
             claimed_by = "the fix of an earlier finding"
         settled.append(_with_time(finding, can_simulate=can_simulate))
     return tuple(settled)

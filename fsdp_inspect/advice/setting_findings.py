@@ -167,32 +167,34 @@ def _frozen(evidence: Evidence) -> Iterator[Finding]:
         return
     gathered = sum(unit.unsharded_bytes for unit in units)
     sharded = sum(unit.sharded_bytes for unit in units)
+    frozen = 1 - trained / total
+    whole = round(gathered * frozen)
+    more = max(round((gathered - sharded) * frozen), 0)
     waited = evidence.exposed_by_kind_ns.get("all_gather", 0)
     yield Finding(
         "R29",
         tuple(unit.fqn for unit in units if not unit.num_trainable_parameters),
-        f"{format_ratio(1 - trained / total)} of the parameters are frozen, and every pass gathers "
-        "them.",
+        f"{format_ratio(frozen)} of the parameters are frozen, and every pass gathers them.",
         f"All units gather {format_bytes(gathered)} a pass; a rank stores {format_bytes(sharded)}.",
         (
-            f"If a full copy of {format_bytes(gathered)} fits, leave frozen modules out of "
-            "fully_shard, or keep them unsharded (reshard_after_forward=False and "
-            "set_reshard_after_backward(False)).",
+            f"If a full copy of the frozen parameters ({format_bytes(whole)}) fits on each rank, "
+            "do not shard them: pass them as ignored_params to each call of fully_shard.",
         ),
         rows=evidence.rows(lambda wait: wait.kind == "all_gather"),
         effect=Effect(
             sentence=f"Saves at most {format_ns(waited)} a step, all waits for all-gathers. A rank "
-            f"then stores {format_bytes(max(gathered - sharded, 0))} more.",
+            f"then stores {format_bytes(more)} more.",
             saved_low_ns=0,
             saved_high_ns=waited,
             added_low_bytes=0,
-            added_high_bytes=max(gathered - sharded, 0),
+            added_high_bytes=more,
             is_exposed=True,
         ),
+        # A unit that is never resharded never gathers its updated parameters either, so settings
+        # of units would stop the training of the other parameters in them.
         snippet=(
-            "for module in frozen_modules:\n"
-            "    module.set_reshard_after_forward(False)\n"
-            "    module.set_reshard_after_backward(False)"
+            "frozen = {each for each in model.parameters() if not each.requires_grad}\n"
+            "fully_shard(module, mesh=mesh, ignored_params=frozen)  # each of your calls"
         ),
     )
 

@@ -312,3 +312,21 @@ def test_communication_outside_fsdp_is_a_finding_beside_the_plan():
     assert "full_tensor()" in found[0].do[0]
     small = replace(exposed, other_part=replace(part, exposed_ns=3, total_ns=3))
     assert not any("outside" in each.sentence for each in find_first_things(evidence_of(small)))
+
+
+def test_a_straggler_keeps_its_gain_if_no_plan_is_credited_with_its_waits():
+    effect = Effect(sentence="Saves at most 9 ns.", saved_high_ns=9, is_exposed=True)
+    late = Finding("R32", (), "Rank 3 is a straggler.", "", ("Balance.",), effect=effect)
+    settings = {"can_simulate": True, "has_changes": True}
+    assert attribute_gains([late], **settings, keeps_late_waits=True) == (late,)
+    assert attribute_gains([late], **settings) != (late,)
+
+
+def test_frozen_parameters_are_left_out_and_no_unit_is_kept_as_it_was():
+    """A unit that is never resharded would not gather the updates of its adapters."""
+    frozen = {"num_parameters": 100, "num_trainable_parameters": 2, "unsharded_bytes": 400}
+    evidence = evidence_of(units={name: {**frozen, "sharded_bytes": 200} for name in UNITS})
+    [found] = [each for each in find_first_things(evidence) if each.rule == "R29"]
+    assert "ignored_params=frozen" in found.snippet
+    assert "reshard" not in found.snippet
+    assert found.effect.added_high_bytes == round(len(UNITS) * 200 * 0.98)

@@ -789,6 +789,13 @@ def test_time_between_steps_is_compared_with_the_parts_of_the_step():
     verdict = give_verdict(found)
     assert verdict.limit is Limit.BETWEEN
     assert "take 37.1% of the time" in verdict.sentence
-    assert verdict.next_steps[-1].startswith("In the step, communication is exposed for 42%.")
+    assert verdict.next_steps[-1] == COMPARE_PLANS
     less = give_verdict(replace(found, between_ns=30 * MS))
     assert less.limit is Limit.COMMUNICATION
+
+
+def test_a_rank_that_is_late_in_its_loop_is_looked_at_there():
+    verdict = give_verdict(facts(straggler=straggler(meanwhile="other")))
+    assert "other code takes 9.00 ms longer" in verdict.because
+    assert "outside of forward, backward, optimizer and data loader" in verdict.next_steps[0]
+    assert "heat" not in verdict.next_steps[0]

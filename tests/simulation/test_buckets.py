@@ -195,7 +195,7 @@ def test_advice_recommends_the_simulated_size_or_says_why_there_is_none() -> Non
     finding, _ = recommended(advice)
     assert finding is not None
     assert finding.rule == "R38"
-    assert advice.refusal == "The best size is a finding."
+    assert advice.refusal == f"{finding.sentence} {finding.do[0]}"
     texts = [each.effect.sentence for each in advice.findings]
     assert not any("not simulated" in text for text in texts)
 

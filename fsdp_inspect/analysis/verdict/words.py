@@ -80,6 +80,8 @@ FEWER_CALLS = (
     "torch's clip_grad_norm_ does."
 )
 
+NOT_TRANSFERS = "No change of communication shortens the waits for a late rank."
+
 Words = tuple[str, str, str, tuple[str, ...]]
 """The headline, the main reason in one short sentence, the complete reason, the changes to try
 next."""
@@ -429,12 +431,17 @@ def _phrase_straggler(facts: StepFacts) -> Words:
                 f"Give each rank equally many {uneven.word}: pack or group sequences by length. "
                 f"Equal batches save about {format_ns(balanced_ns)} of the step: then all ranks "
                 "process the mean.",
-                "Leave communication as it is until then: these waits are not transfers.",
+                NOT_TRANSFERS,
             ),
         )
     differs = f"Find out how rank {straggler.rank}{host} differs from the other ranks"
     shows = "`fsdp-inspect show RUN ranks` shows the numbers."
     look = f"{differs}: clocks, heat, another job, a slower link, more work in its batches. {shows}"
+    if straggler.meanwhile == "other":
+        look = (
+            f"{differs} in the code outside of forward, backward, optimizer and data loader: "
+            f"making batches, logging, checkpoints. {shows}"
+        )
     if straggler.waits_for_data:
         look = (
             f"{differs} in its input: files and their disk, decoding and augmentation, length of "
@@ -445,7 +452,7 @@ def _phrase_straggler(facts: StepFacts) -> Words:
         "the step.",
         because,
         " ".join(why),
-        (look, "Leave communication as it is until then: these waits are not transfers."),
+        (look, NOT_TRANSFERS),
     )
 
 
@@ -457,7 +464,8 @@ def describe_extra_work(straggler: Straggler) -> str:
 def _extra_work(part: str, excess_ns: int) -> str:
     if excess_ns <= 0:
         return ""
-    return f"{find_metric(f'{part}_ns').label} takes {format_ns(excess_ns)} longer"
+    name = "other code" if part == "other" else find_metric(f"{part}_ns").label
+    return f"{name} takes {format_ns(excess_ns)} longer"
 
 
 def _phrase_slow_group(facts: StepFacts) -> Words:
@@ -474,7 +482,7 @@ def _phrase_slow_group(facts: StepFacts) -> Words:
         " ".join([cost, *describe_slow_group(group)]),
         (
             _advise_slow_group(group),
-            "Leave communication as it is until then: these waits are not transfers.",
+            NOT_TRANSFERS,
         ),
     )
 
@@ -992,19 +1000,18 @@ _REMEDIES = {
 
 
 def _phrase_between(facts: StepFacts) -> Words:
-    exposed = f"In the step, communication is exposed for {_ratio(facts, facts.exposed_ns)}."
     is_exposed = facts.has_plan and facts.ratio(facts.avoidable_ns) >= COMMUNICATION_RATIO
     return (
         f"Checkpoints or evaluation take {format_ratio(facts.between_ratio)} of the time.",
-        f"They take {format_ns(facts.between_ns)} before each step{_on_rank(facts)}.",
+        f"They take {format_ns(facts.between_ns)} per step on average{_on_rank(facts)}.",
         f"Checkpoints, evaluation or other passes without a gradient take "
-        f"{format_ns(facts.between_ns)} before each typical step of "
-        f"{format_ns(facts.step_time_ns)}, which does not contain them.",
+        f"{format_ns(facts.between_ns)} per step on average, before steps of "
+        f"{format_ns(facts.step_time_ns)}, which do not contain them.",
         (
             "Save or evaluate less often, or save in the background "
             "(torch.distributed.checkpoint.async_save).",
             "Run `fsdp-inspect show RUN lifetime` to see each part.",
-            *([f"{exposed} {COMPARE_PLANS}"] if is_exposed else []),
+            *([COMPARE_PLANS] if is_exposed else []),
         ),
     )
 
