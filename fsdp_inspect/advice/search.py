@@ -38,6 +38,13 @@ _NOISE_RATIO, _MOST_NOISE_RATIO = 0.01, 0.02
 _DTYPE: FloatDtype = "bfloat16"
 
 
+_KEPT_BETWEEN = (
+    "parameters that stay unsharded between microbatches. Call "
+    "set_reshard_after_backward(is_last_microbatch) before each backward: parameters that stay "
+    "unsharded after the last one miss the update."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """The outcome of a search."""
@@ -174,16 +181,23 @@ class Search:
         return [each for each in self._beam() if self._scorer.space.can_prefetch(each)]
 
     def _loops(self) -> Iterator[Choice]:
-        """Vary the microbatches that reduce gradients, and keep parameters between microbatches."""
+        """Vary the microbatches that reduce gradients, and keep parameters between microbatches.
+
+        Parameters that stay unsharded after the last microbatch miss the optimizer's update,
+        without an error. So they are kept only if the loop follows the plan.
+        """
         accumulation = self._scorer.space.plan.accumulation
         if accumulation.microbatches < 2:
             return
+        if not self._scorer.loop_follows_plan:
+            self._scorer.refusals[_KEPT_BETWEEN] = None
         syncs: list[Sync | None] = [None, "last" if accumulation.sync != "last" else "every"]
         for choice, sync in product(self._beam(), syncs):
             yield replace(choice, accumulation_sync=sync)
-            yield replace(
-                choice, accumulation_sync=sync, reshard=False, keep_between_microbatches=True
-            )
+            if self._scorer.loop_follows_plan:
+                yield replace(
+                    choice, accumulation_sync=sync, reshard=False, keep_between_microbatches=True
+                )
 
     def _meshes(self) -> Iterator[Choice]:
         """Smaller shard groups, if the run contains an all-reduce, on a mesh of data parallelism.

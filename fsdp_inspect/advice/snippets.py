@@ -80,7 +80,10 @@ _OF_ALL: Mapping[str, Callable[[Any], str]] = {
         else f"model.set_requires_gradient_sync({'is_last_microbatch' if value == 'last' else True}"
         ")  # before each backward"
     ),
-    "keep_between_microbatches": lambda value: f"model.set_reshard_after_backward({not value})",
+    "keep_between_microbatches": lambda value: (
+        f"model.set_reshard_after_backward({'is_last_microbatch' if value else True})"
+        "  # before each backward"
+    ),
     "param_dtype": lambda value: (
         f"fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.{value}))"
     ),

@@ -1,9 +1,11 @@
 """The search over the kept memory: a share within a node, or fewer activations."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from fsdp_inspect.advice import code_change
 from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.plan_space import ROOT_PARTS, Choice, Space, make_space
 from fsdp_inspect.advice.request import AdviceRequest
@@ -11,6 +13,7 @@ from fsdp_inspect.advice.search import Search, SearchResult
 from fsdp_inspect.simulation.memory import PieceMemory
 from fsdp_inspect.simulation.network import CostLine, Network, Node, NodeLink
 from fsdp_inspect.simulation.workload import UnitPolicy
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind
 from tests.builders import RunBuilder
 from tests.simulation.test_smaller_groups import (
@@ -179,3 +182,17 @@ def test_a_root_that_reshards_may_stay_unsharded():
     kept = space.plan_of(Choice(keep_root=True))
     assert kept.unit("").reshard_after_forward is False
     assert kept.unit("layers.0").reshard_after_forward is True
+
+
+@pytest.mark.parametrize("is_of_trainer", [True, False])
+def test_parameters_are_kept_between_microbatches_only_if_the_loop_follows_the_plan(
+    monkeypatch, is_of_trainer
+):
+    """Else they miss the update of the optimizer, without an error."""
+    if not is_of_trainer:
+        monkeypatch.setattr(code_change, "TRAINER", "another.program")
+    scorer = PlanScorer(open_run(Path("samples/hsdp-4-ranks")))
+    Search(scorer, AdviceRequest()).run()
+    assert scorer.space.plan.accumulation.microbatches == 2
+    assert any(each.keep_between_microbatches for each in scorer.scores) == is_of_trainer
+    assert any("miss the update" in each for each in scorer.refusals) != is_of_trainer

@@ -31,7 +31,10 @@ def kept(*names: str) -> Plan:
         (Choice(async_gathers=True), "model._set_unshard_async_op(True)"),
         (Choice(accumulation_sync="last"), "model.set_requires_gradient_sync(is_last_microbatch)"),
         (Choice(accumulation_sync="every"), "model.set_requires_gradient_sync(True)"),
-        (Choice(keep_between_microbatches=True), "model.set_reshard_after_backward(False)"),
+        (
+            Choice(keep_between_microbatches=True),
+            "model.set_reshard_after_backward(is_last_microbatch)  # before each backward",
+        ),
         (Choice(param_dtype="bfloat16"), "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
     ],
 )
