@@ -198,7 +198,7 @@ class CodeChange:
         return (*changed, *self.settings.splitlines(), *self.lines.splitlines())
 
 
-def is_of_trainer(manifest: RunManifest) -> bool:
+def ran_trainer(manifest: RunManifest) -> bool:
     """Whether the reference trainer ran, whose loop follows the plan."""
     return TRAINER in (*manifest.command, *manifest.code.launch)
 
@@ -215,7 +215,7 @@ def write_code_change(manifest: RunManifest, change: Change) -> CodeChange:
     change = replace(change, names_placement=has_placement)
     if change.after.fsdp1 is not None:
         return _change_wrappers(manifest, change)
-    if is_of_trainer(manifest):
+    if ran_trainer(manifest):
         return _finish(manifest, change, "The trainer applies the plan of its option --plan.")
     if not code.calls:
         lines = _lines_of_models(change)

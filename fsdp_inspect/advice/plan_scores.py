@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
-from fsdp_inspect.advice.code_change import is_of_trainer
+from fsdp_inspect.advice.code_change import ran_trainer
 from fsdp_inspect.advice.gain_parts import SLOWDOWN, split_simulated_step
 from fsdp_inspect.advice.plan_simulator import (
     PlanSimulator,
@@ -70,7 +70,7 @@ class PlanScorer:
         self.network: Network = own.change(bus_bytes_per_s=bus_bytes_per_s, latency_ns=latency_ns)
         plan = resolve_plan(observed_plan(run), run.manifest)
         self.mesh: Mesh = mesh_of(plan, run.manifest)
-        self.loop_follows_plan: bool = is_of_trainer(run.manifest)
+        self.loop_follows_plan: bool = ran_trainer(run.manifest)
         self.space: Space = make_space(self.work, plan)
         self.scores: dict[Choice, Score] = {}
         """Every simulated plan, in order."""
