@@ -250,7 +250,8 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
         yield from (_Clipped(each, _TEXT_LINES) for each in plan.remaining)
     if plan is not None and plan.suggestions:
         if change is None and not (finding is not None and finding.limits):
-            yield from (Text(each) for each in list_changes(plan))
+            lines = enumerate(list_changes(plan), 1)
+            yield from (Text(f"{place}. {line}") for place, line in lines)
         yield from (_Clipped(f"Caution: {each}", _TEXT_LINES) for each in plan.caveats)
         if finding is not None and not plan.recorded_fits:
             yield _Clipped(describe_plan_for_limit(plan), _LIMIT_LINES)
@@ -272,9 +273,9 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
 
 
 def list_changes(plan: PlanAdvice) -> Iterator[str]:
-    """One line for each change of the plan, with its number and its gain."""
-    for place, each in enumerate(plan.suggestions, 1):
-        yield f"{place}. {each.what}: {describe_saving(each, plan)}."
+    """One line for each change of the plan, with its gain."""
+    for each in plan.suggestions:
+        yield f"{each.what}: {describe_saving(each, plan)}."
 
 
 def describe_plan_for_limit(plan: PlanAdvice) -> str:

@@ -210,19 +210,17 @@ def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> R
     steps = tuple(reading.step for reading in readings)
     events = with_own_turns(run.events(member.rank, steps=steps))
     _expect_measured_collectives(run, events)
+    is_blocking = _execution(run) is Execution.BLOCKING_HOST
+    events, late_ns = set_waits_apart(run, member, events, is_blocking=is_blocking)
     work = _Builder(run, readings, events, member).build()
     num_unusual = int((~np.isin(member.typical_steps, usual)).sum()) if kind == 0 else 0
     num_other = num_unusual + len(read) - len(readings)
     simulated = work.simulate()
     _expect_same_collectives(run, work, events, simulated)
-    is_blocking = work.execution is Execution.BLOCKING_HOST
-    events, late_ns = set_waits_apart(run, member, events, is_blocking=is_blocking)
-    if late_ns:
-        work = _Builder(run, readings, events, member).build()
-        workload = replace(work.workload, after_ns=work.workload.after_ns + late_ns)
-        work = replace(work, workload=workload, late_ns=late_ns)
     work = replace(
         work,
+        workload=replace(work.workload, after_ns=work.workload.after_ns + late_ns),
+        late_ns=late_ns,
         step_time_ns=_time_of_kind(work, readings) if num_other or kind else work.step_time_ns,
         allocatable_bytes=measure_allocatable(run, member.rank),
         kinds_ratios=tuple(each.ratio for each in kinds),

@@ -728,7 +728,7 @@ def _advise_communication(facts: StepFacts) -> list[str]:
             f"{format_ratio(STRAGGLER_RATIO)} of the step. `fsdp-inspect show RUN ranks` shows the "
             "ranks."
         )
-    outside = [" ".join(phrase_outside(facts))] if phrase_outside(facts) else []
+    outside = [" ".join(words)] if (words := phrase_outside(facts)) else []
     if facts.has_plan:
         steps += [COMPARE_PLANS, *outside]
         if facts.blocks_host:

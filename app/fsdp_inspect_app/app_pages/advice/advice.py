@@ -156,7 +156,7 @@ def _show_recommended(
 
 def _show_changes(plan: PlanAdvice) -> None:
     """Show one line for each change of the plan, and one for all of them."""
-    lines = [plain(line).replace("\\.", ".", 1) for line in list_changes(plan)]
+    lines = [f"{place}. {plain(line)}" for place, line in enumerate(list_changes(plan), 1)]
     whole = plain(f"All changes: {describe_effect(plan.fastest, plan)}.")
     show_text("\n".join([*lines, f"\n{whole}"] if len(lines) > 1 else lines))
 
