@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.recording.torch_api.apply import apply_plan
@@ -58,10 +59,20 @@ def build_parallel_model(
     with warnings.catch_warnings():
         if not runtime.is_first:
             warnings.simplefilter("ignore", UserWarning)  # rank 0 prints the same warning
-        apply_plan(model, plan, mesh)
+        kept = [unit.name for unit in plan.units if not unit.reshard_after_backward]
+        apply_plan(model, plan.change(kept, reshard_after_backward=True), mesh)
+    for module in find_kept_modules(plan, model):
+        module.set_reshard_after_backward(False, recurse=False)
     offload = any(unit.offload != "none" for unit in plan.units)
     materialize(model, runtime.device, offload=offload, seed=seed)
     return model
+
+
+def find_kept_modules(plan: Plan, model: nn.Module) -> list[FSDPModule]:
+    """The modules whose parameters stay unsharded until the last microbatch of a step."""
+    modules = modules_by_name(model)
+    kept = [modules[u.modules[0]] for u in plan.units if not u.reshard_after_backward]
+    return [module for module in kept if isinstance(module, FSDPModule)]
 
 
 def compile_modules(model: nn.Module, names: tuple[str, ...]) -> None:

@@ -17,7 +17,6 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from fsdp_inspect.emulation.fixed_times import FixedTimes
@@ -26,7 +25,7 @@ from fsdp_inspect.formatting import format_count
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
-from fsdp_inspect.recording.torch_api.modules import fsdp_modules, modules_by_name
+from fsdp_inspect.recording.torch_api.modules import fsdp_modules
 from fsdp_inspect.trace.plan import Plan, owned_parameters
 from fsdp_inspect.trace.records import MAX_NS
 from fsdp_inspect.trace.sharders import DDP, FSDP2, SIMPLE_FSDP, ZERO3, traits_of
@@ -57,6 +56,7 @@ from instrumented_trainer.parallelize import (
     Parallelism,
     build_parallel_model,
     expect_compiler,
+    find_kept_modules,
 )
 from instrumented_trainer.parts import find_parts
 from instrumented_trainer.progress import Reporter, StepReport, make_reporter, read_memory
@@ -211,7 +211,7 @@ class TrainingLoop:
         self._runtime = prepared.runtime
         self._loader = prepared.loader
         self._accumulation = prepared.parallelism.plan.accumulation
-        self._kept_unsharded = _kept_unsharded(prepared.parallelism.plan, model)
+        self._kept_unsharded = find_kept_modules(prepared.parallelism.plan, model)
         self._model = model
         self._optimizer = optimizer
         self._recorder = recorder
@@ -369,13 +369,6 @@ def compute_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     if logits.ndim == targets.ndim:  # (B, labels)
         return F.cross_entropy(logits, targets[:, 0] % logits.shape[-1])
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def _kept_unsharded(plan: Plan, model: nn.Module) -> list[FSDPModule]:
-    """The modules whose parameters stay full between the microbatches of a step."""
-    modules = modules_by_name(model)
-    kept = [modules[u.modules[0]] for u in plan.units if not u.reshard_after_backward]
-    return [module for module in kept if isinstance(module, FSDPModule)]
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import PurePath
 
-from fsdp_inspect.advice.snippets import list_names
-from fsdp_inspect.trace.plan import Plan, entry_order
+from fsdp_inspect.advice.snippets import list_names, prefetch_lines, relative_name
+from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import ShardingCall, SourceLines, TrainingCode
 
 # --- Write a unified diff of source files of which a run contains only some lines.
@@ -168,22 +168,11 @@ def lines_after(change: Change, kept: Sequence[str] = (), prefix: str = "") -> I
     gathers = {unit.unshard_async_op for unit in change.after.units}
     if gathers != {unit.unshard_async_op for unit in change.before.units}:
         yield f"MODEL._set_unshard_async_op({next(iter(gathers))})"
-    for setting in _DEPTHS:
-        if getattr(change.after, setting) != getattr(change.before, setting):
-            yield from _prefetch_lines(change, setting, prefix)
-
-
-def _prefetch_lines(change: Change, setting: str, prefix: str) -> Iterator[str]:
-    direction = setting.removesuffix("_prefetch")
-    units = change.after.units
-    order = entry_order(units, "forward" if direction == "forward" else "backward")
-    first = {unit.name: unit.modules[0] for unit in units}
-    names = [first[name] for name in order if name not in change.without]
-    yield f"names = {list_names(_relative(names, prefix))}"
-    yield "units = [MODEL.get_submodule(name) for name in names]"
-    yield "for at, unit in enumerate(units):"
-    depth = getattr(change.after, setting)
-    yield f"    unit.set_modules_to_{direction}_prefetch(units[at + 1 : at + 1 + {depth}])"
+    before, after, model = change.before, change.after, {"model": "MODEL", "prefix": prefix}
+    if after.forward_prefetch != before.forward_prefetch:
+        yield from prefetch_lines(after, "forward", change.without, **model)
+    if after.backward_prefetch != before.backward_prefetch:
+        yield from prefetch_lines(after, "backward", change.without, **model)
 
 
 def replace_calls(code: TrainingCode, change: Change) -> list[Edit] | None:
@@ -373,7 +362,7 @@ def _indented(lines: Sequence[str], indent: str) -> list[str]:
 
 
 def _relative(names: Sequence[str], prefix: str) -> list[str]:
-    return [name.removeprefix(prefix).removeprefix(".") if prefix else name for name in names]
+    return [relative_name(name, prefix) for name in names]
 
 
 def _quoted(text: str) -> str:

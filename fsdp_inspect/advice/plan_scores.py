@@ -71,7 +71,7 @@ class PlanScorer:
         plan = resolve_plan(observed_plan(run), run.manifest)
         self.mesh: Mesh = mesh_of(plan, run.manifest)
         self.loop_follows_plan: bool = ran_trainer(run.manifest)
-        self.space: Space = make_space(self.work, plan)
+        self.space: Space = make_space(self.work, plan, _find_changed_units(run))
         self.scores: dict[Choice, Score] = {}
         """Every simulated plan, in order."""
         self.refusals: dict[str, None] = {}
@@ -174,3 +174,9 @@ class PlanScorer:
     def scenario(self, choice: Choice) -> Scenario:
         """The work under a plan: its resolved plan, units and assumptions."""
         return self.simulator.scenario(self.space.plan_of(choice))
+
+
+def _find_changed_units(run: RunSource) -> set[int] | None:
+    """Units without trained parameters that a rank saw change; None: no rank looked."""
+    seen = [each.training.units for each in run.ranks if each.training and each.training.units]
+    return {unit for each in seen for unit in each.changed} if seen else None

@@ -6,7 +6,7 @@ gain of a plan can be split by change.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
@@ -22,7 +22,9 @@ from fsdp_inspect.simulation.changes import (
     with_units,
     wrap,
 )
+from fsdp_inspect.simulation.parameters import is_inside
 from fsdp_inspect.simulation.recorded import Execution, RecordedWork
+from fsdp_inspect.simulation.workload import Op
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.plan import (
     BackwardPrefetch,
@@ -129,6 +131,11 @@ class Space:
     """Whether a root unit reshards after forward."""
     embeddings: frozenset[str]
     """Units that contain only an embedding, and that backward gathers again."""
+    without_backward: frozenset[str]
+    """Frozen modules under a root that no backward runs, such as a teacher. Nothing reshards them
+    if they stay unsharded after forward, so a moving average in them would never be gathered. Those
+    that were seen not to change are in `unchanged`."""
+    unchanged: frozenset[str]
     find_risks: Callable[[Plan], list[str]]
     """The risks of a plan for this model, one sentence each."""
     parameters: Mapping[str, Sequence[int]]
@@ -188,13 +195,19 @@ class Space:
             plan = self._plans[rest] = self._plan_of_units(rest)
         return plan.with_values(**depths) if depths else plan
 
+    def _lacks_backward(self, unit: UnitPlan) -> bool:
+        first = unit.modules[0]
+        return any(first == each or is_inside(first, each) for each in self.without_backward)
+
     def _plan_of_units(self, choice: Choice) -> Plan:
         """The plan of a choice, which keeps the prefetch as recorded."""
         plan = self.groupings[choice.grouping] if choice.grouping is not None else self.plan
-        inner = plan.inner_units
+        inner = [unit for unit in plan.inner_units if not self._lacks_backward(unit)]
         reshards = _reshards(inner, choice)
         if choice.keep_root is not None:
-            reshards |= dict.fromkeys(plan.fsdp_roots, not choice.keep_root)
+            roots = [unit.name for unit in plan.units if not self._lacks_backward(unit)]
+            roots = [name for name in plan.fsdp_roots if name in roots]
+            reshards |= dict.fromkeys(roots, not choice.keep_root)
         units = [_changed(unit, choice, reshards.get(unit.name)) for unit in plan.units]
         if choice.embedding_in_backward is not None:
             kept = {"unshard_in_backward": choice.embedding_in_backward}
@@ -216,12 +229,13 @@ class Space:
         return plan.with_values(**values)
 
 
-def make_space(work: RecordedWork, plan: Plan) -> Space:
+def make_space(work: RecordedWork, plan: Plan, changed: Collection[int] | None = None) -> Space:
     """Find other ways to make units of the modules of a recorded plan.
 
     Args:
         work: The recorded work of the run.
         plan: The recorded plan, resolved.
+        changed: Units without trained parameters whose parameters changed; None: not observed.
     """
     parameters = {name: shape for unit in work.units for name, shape in unit.parameters.items()}
     without_gradient = {
@@ -253,6 +267,26 @@ def make_space(work: RecordedWork, plan: Plan) -> Space:
         for unit, policy in zip(work.units, work.workload.policies, strict=True)
         if _is_plain_embedding(unit) and policy.reshard_after_forward and policy.unshard_in_backward
     )
+    in_backward = {
+        unit
+        for one in work.workload.passes
+        for what, unit in one.tape
+        if what is Op.ENTER and not one.is_forward
+    }
+    lacking = {
+        at: unit
+        for at, unit in enumerate(work.units)
+        if not unit.num_trainable_parameters and at not in in_backward
+    }
+    root_of = plan.root_of_units
+    others = {root_of.get(unit.fqn) for at, unit in enumerate(work.units) if at not in lacking}
+    alone = [unit for unit in lacking.values() if root_of.get(unit.fqn) not in others]
+    unchanged = {
+        module
+        for unit in alone
+        if changed is not None and unit.index not in changed
+        for module in unit.modules
+    }
     return Space(
         plan=plan,
         groupings=groupings,
@@ -264,6 +298,10 @@ def make_space(work: RecordedWork, plan: Plan) -> Space:
             for unit, policy in zip(work.units, work.workload.policies, strict=True)
         ),
         embeddings=embeddings,
+        without_backward=frozenset(
+            module for unit in alone for module in unit.modules if module not in unchanged
+        ),
+        unchanged=frozenset(unchanged),
         find_risks=find_risks,
         parameters=parameters,
     )

@@ -22,6 +22,7 @@ from fsdp_inspect.advice.plan_space import Choice, Sync
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.analysis.memory.fit import FitVerdict, judge_fit
 from fsdp_inspect.errors import MissingDataError, PlanError
+from fsdp_inspect.formatting import listed
 from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.plan import FloatDtype
@@ -42,6 +43,10 @@ _KEPT_BETWEEN = (
     "parameters that stay unsharded between microbatches. Call "
     "set_reshard_after_backward(is_last_microbatch) before each backward: parameters that stay "
     "unsharded after the last one miss the update."
+)
+_KEPT_TEACHERS = (
+    "parameters of {units} that stay unsharded: no backward reshards them, so a change of them, "
+    "such as a moving average, would never be gathered."
 )
 
 
@@ -88,6 +93,9 @@ class Search:
 
     def run(self) -> SearchResult:
         """Simulate the plans, and choose the fastest, the smallest and the front."""
+        if self._scorer.space.without_backward:
+            units = listed(sorted(self._scorer.space.without_backward), 2)
+            self._scorer.refusals[_KEPT_TEACHERS.format(units=units)] = None
         for choices in (
             self._cuts,
             self._smaller_groups,

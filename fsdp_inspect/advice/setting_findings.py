@@ -171,6 +171,11 @@ def _frozen(evidence: Evidence) -> Iterator[Finding]:
     whole = round(gathered * frozen)
     more = max(round((gathered - sharded) * frozen), 0)
     waited = evidence.exposed_by_kind_ns.get("all_gather", 0)
+    dtypes = {unit.get("param_dtype") for unit in evidence.manifest.plan.get("units", ())} - {None}
+    casts = ""
+    if len(dtypes) == 1:
+        cast = f"each.data.to(torch.{dtypes.pop()})"
+        casts = f"for each in frozen:\n    each.data = {cast}  # FSDP casts the others only\n"
     yield Finding(
         "R29",
         tuple(unit.fqn for unit in units if not unit.num_trainable_parameters),
@@ -190,10 +195,15 @@ def _frozen(evidence: Evidence) -> Iterator[Finding]:
             added_high_bytes=more,
             is_exposed=True,
         ),
+        assumptions=(
+            "No code changes the frozen parameters, and they are on the device before fully_shard, "
+            "which no longer moves them. Checkpoints then hold them whole.",
+        ),
         # A unit that is never resharded never gathers its updated parameters either, so settings
         # of units would stop the training of the other parameters in them.
         snippet=(
             "frozen = {each for each in model.parameters() if not each.requires_grad}\n"
+            f"{casts}"
             "fully_shard(module, mesh=mesh, ignored_params=frozen)  # each of your calls"
         ),
     )

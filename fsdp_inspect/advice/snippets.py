@@ -5,12 +5,12 @@ user's script. A plan file makes the same change without code. Some changes have
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from fsdp_inspect.advice.plan_space import Choice
-from fsdp_inspect.trace.plan import Plan, UnitPlan, entry_order
+from fsdp_inspect.trace.plan import ROOT, Plan, UnitPlan, prefetch_orders
 
 MOST_CALLS = 4
 """The highest number of similar `fully_shard` calls in a snippet."""
@@ -33,9 +33,10 @@ def write_snippet(
         return "\n".join(wrapper_lines(before, after))
     lines: list[str] = []
     for name in choice.changed:
-        if name in ("forward_prefetch", "backward_prefetch"):
-            direction = name.removesuffix("_prefetch")
-            lines += _prefetch(after, direction, getattr(choice, name), without)
+        if name == "forward_prefetch":
+            lines += prefetch_lines(after, "forward", without)
+        elif name == "backward_prefetch":
+            lines += prefetch_lines(after, "backward", without)
         else:
             lines += _lines(name, choice, before, after)
     return "\n".join(lines)
@@ -43,19 +44,30 @@ def write_snippet(
 
 def _lines(name: str, choice: Choice, before: Plan, after: Plan) -> Iterator[str]:
     value = getattr(choice, name)
-    if name == "grouping":
-        yield from _calls(before, after)
-    elif name == "num_kept":
-        yield from _keep(before, after)
-    elif name == "checkpointing":
-        yield from _checkpoint(after)
-    elif name == "replicas":
-        yield from _mesh_lines(after)
+    if name == "reshard":
+        yield from _reshard(after, value, is_all=choice.num_kept is None)
     elif name == "embedding_in_backward":
-        for unit in _changed_units(before, after):
+        for unit in _changed_units(before, after, "unshard_in_backward"):
             yield f"{_module(unit)}.set_unshard_in_backward({value})"
+    elif name == "keep_root":
+        changed = _changed_units(before, after, "reshard_after_forward")
+        for root in (unit for unit in changed if unit.name in after.fsdp_roots):
+            settings = f"mesh=mesh, reshard_after_forward={not value}"
+            yield f"fully_shard({_module(root)}, {settings})  # the root's call"
     elif name in _OF_ALL:
-        yield _OF_ALL[name](value)
+        yield from _of_roots(_OF_ALL[name](value), after)
+    else:
+        yield from _OF_PLANS[name](before, after)
+
+
+def _of_roots(line: str, after: Plan) -> Iterator[str]:
+    """A line with a setter of the model, for each root if the model itself is none."""
+    roots = [unit.modules[0] for unit in after.units if unit.name in after.fsdp_roots]
+    if roots == [ROOT] or not line.startswith("model."):
+        yield line
+        return
+    yield f"for name in {list_names(roots)}:"
+    yield f"    model.get_submodule(name){line.removeprefix('model')}"
 
 
 def _mesh_lines(after: Plan) -> list[str]:
@@ -64,13 +76,6 @@ def _mesh_lines(after: Plan) -> list[str]:
 
 
 _OF_ALL: Mapping[str, Callable[[Any], str]] = {
-    "reshard": lambda value: (
-        "# every call except the root's\n"
-        f"fully_shard(module, mesh=mesh, reshard_after_forward={value})"
-    ),
-    "keep_root": lambda value: (
-        f"fully_shard(model, mesh=mesh, reshard_after_forward={not value})  # the root's call"
-    ),
     "reduce_buffers": lambda value: f"model.set_reduce_scatter_max_input_buffers({value})",
     "separate_reduce_group": lambda value: f"model.set_separate_reduce_scatter_group({value})",
     "async_gathers": lambda value: f"model._set_unshard_async_op({value})",
@@ -124,27 +129,57 @@ def _root_last(units: Sequence[UnitPlan]) -> list[UnitPlan]:
     return sorted(units, key=lambda unit: unit.is_root)
 
 
+def _reshard(after: Plan, value: bool | int, *, is_all: bool) -> Iterator[str]:
+    """The calls of all inner units but those that stay as they are, such as a teacher's."""
+    inner = after.inner_units
+    left = [unit.modules[0] for unit in inner if is_all and unit.reshard_after_forward != value]
+    yield f"# every call except the root's{f' and those of {list_names(left)}' if left else ''}"
+    yield f"fully_shard(module, mesh=mesh, reshard_after_forward={value})"
+
+
 def _keep(before: Plan, after: Plan) -> Iterator[str]:
-    changed = _changed_units(before, after)
+    changed = _changed_units(before, after, "reshard_after_forward")
     kept = [unit for unit in changed if unit.reshard_after_forward is False]
     if kept:
         yield f"for name in {list_names([unit.modules[0] for unit in kept])}:"
         yield "    model.get_submodule(name).set_reshard_after_forward(False, recurse=False)"
 
 
-def _prefetch(after: Plan, direction: str, depth: int, without: Collection[str]) -> Iterator[str]:
-    order = entry_order(after.units, "forward" if direction == "forward" else "backward")
-    order = [name for name in order if name not in without]
-    first = {unit.name: unit.modules[0] for unit in after.units}
-    yield f"names = {list_names([first[name] for name in order])}"
-    yield "units = [model.get_submodule(name) for name in names]"
-    yield "for at, unit in enumerate(units):"
-    yield f"    unit.set_modules_to_{direction}_prefetch(units[at + 1 : at + 1 + {depth}])"
+def prefetch_lines(
+    after: Plan,
+    direction: Literal["forward", "backward"],
+    without: Collection[str],
+    *,
+    model: str = "model",
+    prefix: str = "",
+) -> Iterator[str]:
+    """The code of a depth of prefetch.
+
+    Args:
+        after: The resolved plan with the depth.
+        direction: The pass.
+        without: Names of units without parameters, which prefetch skips.
+        model: The name of the model in the code.
+        prefix: The module of the recorded model that it is.
+    """
+    depth = after.forward_prefetch if direction == "forward" else after.backward_prefetch
+    first = {unit.name: relative_name(unit.modules[0], prefix) for unit in after.units}
+    for order in prefetch_orders(after.units, direction, without=without):
+        if len(order) > 1:
+            yield f"names = {list_names([first[name] for name in order])}"
+            yield f"units = [{model}.get_submodule(name) for name in names]"
+            yield "for at, unit in enumerate(units):"
+            yield f"    unit.set_modules_to_{direction}_prefetch(units[at + 1 : at + 1 + {depth}])"
 
 
-def _changed_units(before: Plan, after: Plan) -> list[UnitPlan]:
-    known = {unit.name: unit for unit in before.units}
-    return [unit for unit in after.units if known.get(unit.name) != unit]
+def relative_name(name: str, prefix: str) -> str:
+    """The name of a module as seen from one around it."""
+    return name.removeprefix(prefix).removeprefix(".")
+
+
+def _changed_units(before: Plan, after: Plan, setting: str) -> list[UnitPlan]:
+    known = {unit.name: getattr(unit, setting) for unit in before.units}
+    return [unit for unit in after.units if known.get(unit.name) != getattr(unit, setting)]
 
 
 def _module(unit: UnitPlan) -> str:
@@ -221,6 +256,15 @@ def _strategy(plan: Plan) -> str:
     if plan.mesh.get("replicate", 1) > 1:
         return "_HYBRID_SHARD_ZERO2" if is_kept else "HYBRID_SHARD"
     return "SHARD_GRAD_OP" if is_kept else "FULL_SHARD"
+
+
+_OF_PLANS: Mapping[str, Callable[[Plan, Plan], Iterable[str]]] = {
+    "grouping": _calls,
+    "num_kept": _keep,
+    "checkpointing": lambda _, after: _checkpoint(after),
+    "replicas": lambda _, after: _mesh_lines(after),
+}
+"""Changes that the plans show."""
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from fsdp_inspect.advice.evidence import Evidence, TraceRow
 from fsdp_inspect.advice.gain_parts import say_parts, subtract_parts
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
 from fsdp_inspect.advice.plan_simulator import Paid
-from fsdp_inspect.advice.plan_space import ROOT_PARTS, Choice
+from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.search import Increment
 from fsdp_inspect.advice.snippets import write_snippet
 from fsdp_inspect.analysis.wait_causes import Cause
@@ -20,6 +20,7 @@ from fsdp_inspect.formatting import (
     format_cause,
     format_ns,
     format_unit,
+    listed,
     plural,
 )
 from fsdp_inspect.simulation.network import CostLine
@@ -223,6 +224,7 @@ class Narrator:
             assumptions=(
                 *scenario.assumptions,
                 *_assume_dtypes(choice),
+                *self._assume_unchanged(choice),
                 *self._assume_contention(AS_RECORDED, choice),
             ),
             risks=tuple(self._risks(AS_RECORDED, choice)),
@@ -244,7 +246,17 @@ class Narrator:
         after = self._scorer.scenario(increment.after).assumptions
         yield from (each for each in after if each not in known)
         yield from _assume_dtypes(choice)
+        yield from self._assume_unchanged(choice)
         yield from self._assume_contention(increment.before, increment.after)
+
+    def _assume_unchanged(self, choice: Choice) -> Iterator[str]:
+        """Modules that no backward reshards, such as a reference model, stay as they are."""
+        keeps = choice.reshard is False or choice.num_kept or choice.keep_root
+        if keeps and (modules := sorted(self._scorer.space.unchanged)):
+            yield (
+                f"No code changes the parameters of {listed(modules, 2)}: none changed in the "
+                "first steps. No backward reshards them, so a change would not be gathered."
+            )
 
     def _assume_contention(self, before: Choice, after: Choice) -> Iterator[str]:
         """The slowdown of compute by communication (R24), or why none is assumed."""
@@ -393,7 +405,7 @@ class Narrator:
                 "The change calls _set_unshard_async_op, a private method of torch: versions other "
                 f"than that of this run ({version}) may lack it."
             )
-        if choice.grouping is not None and choice.grouping.startswith(ROOT_PARTS):
+        if self._scorer.space.rules.get(choice.grouping or "") == "R3":
             yield (
                 "FSDP gathers these modules for their own forward only. Other code must not read "
                 "their weights, such as a loss that multiplies by the embedding."

@@ -70,6 +70,7 @@ from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharding_calls import read_noted_calls
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
+from fsdp_inspect.recording.stale_watch import StaleWatch
 from fsdp_inspect.recording.surveillance import Surveillance
 from fsdp_inspect.recording.torch_api.overrides import call_unseen, unseen
 from fsdp_inspect.recording.torch_api.process_groups import StoreClient
@@ -453,6 +454,7 @@ class Attachment:
             self._values,
             samples if updates_parameters else None,
             coverage if updates_parameters and sees_all else None,
+            StaleWatch(self._sharder.units, self._late),
         )
         return TrainingChecks(session, model, shapes, self._report_wrong_training, watches)
 

@@ -26,6 +26,7 @@ from fsdp_inspect.recording.coverage_watch import CoverageWatch
 from fsdp_inspect.recording.parameter_samples import ParameterSamples
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
+from fsdp_inspect.recording.stale_watch import StaleWatch
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
 from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.recording.value_watch import Recording, ValueWatch
@@ -46,6 +47,7 @@ class Watches:
     """None: the optimizer updates partitions."""
     coverage: CoverageWatch | None
     """None: this too, or the recorder does not see all optimizers."""
+    stale: StaleWatch
 
 
 class TrainingChecks:
@@ -71,6 +73,7 @@ class TrainingChecks:
         self._values = watches.values
         self._samples = watches.samples
         self._coverage = watches.coverage
+        self._stale = watches.stale
         self._model = model
         self._shapes = Counter(shapes)
         self._report = report
@@ -106,6 +109,7 @@ class TrainingChecks:
             "random": list(self._batches.random),
             "autocast": self._batches.autocast,
             "values": values,
+            "units": self._stale.seen,
         }
         if self._samples is not None:
             known |= {
@@ -238,6 +242,7 @@ class TrainingChecks:
             may_read = self._session.tracker is None
             self._quietly(lambda: self._accumulation.before_backward(may_read=may_read))
             self._quietly(self._see_backward)
+            self._quietly(self._stale.before_backward)
             self._quietly(self._clips.before_backward)
         self._quietly(self._windows.note_backward, is_early=False)
         self._batches.forget()

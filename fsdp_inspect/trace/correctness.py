@@ -226,6 +226,17 @@ class RoundSeen(Record):
     """Whether the first backward added to the gradients of the update before."""
 
 
+class UnitsSeen(Record):
+    """The unsharded parameters of units, compared with their shards before backwards."""
+
+    num_looks: Amount = 0
+    stale: dict[str, Amount] = Field(default_factory=dict)
+    """By index of a unit: the looks that found it unsharded, with values from before a change of
+    its shards."""
+    changed: list[Index] = Field(default_factory=list)
+    """Units without trained parameters whose shards changed."""
+
+
 class TrainingSeen(Record):
     """The observations of one rank."""
 
@@ -243,6 +254,8 @@ class TrainingSeen(Record):
     values: ValuesSeen = ValuesSeen()
     coverage: CoverageSeen | None = None
     """None: the recorder does not see all optimizers, or they update partitions."""
+    units: UnitsSeen | None = None
+    """None: earlier recordings, and ranks that did not look."""
     rounds: list[RoundSeen] = Field(default_factory=list)
     windows: WindowsSeen = WindowsSeen()
     clips: list[ClipSeen] = Field(default_factory=list)

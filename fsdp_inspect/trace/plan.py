@@ -602,10 +602,7 @@ def lists_of_depth(
     *,
     without: Collection[str] = (),
 ) -> dict[str, list[str]]:
-    """Prefetch lists in which each unit prefetches the next `depth` units.
-
-    They stay within an FSDP root with units inside it, because another root is another model. The
-    units of a model without such a root are one order.
+    """Prefetch lists in which each unit prefetches the next `depth` units of `prefetch_orders`.
 
     Args:
         units: Names, no patterns.
@@ -615,6 +612,24 @@ def lists_of_depth(
     """
     if depth == 0:
         return {}
+    return {
+        name: order[position + 1 : position + 1 + depth]
+        for order in prefetch_orders(units, direction, without=without)
+        for position, name in enumerate(order[:-1])
+    }
+
+
+def prefetch_orders(
+    units: Sequence[UnitPlan],
+    direction: Literal["forward", "backward"],
+    *,
+    without: Collection[str],
+) -> list[list[str]]:
+    """The orders of units within which one prefetches the next; arguments as `lists_of_depth`.
+
+    Each is within an FSDP root with units inside it, because another root is another model: what
+    is gathered for it too early misses its update. Units without such a root are one order.
+    """
     root_of = _nesting_of(units).root_of
     around = {root for name, root in root_of.items() if name != root}
     orders: dict[str | None, list[str]] = {}
@@ -622,11 +637,7 @@ def lists_of_depth(
         if name not in without:
             root = root_of[name] if root_of[name] in around else None
             orders.setdefault(root, []).append(name)
-    return {
-        name: order[position + 1 : position + 1 + depth]
-        for order in orders.values()
-        for position, name in enumerate(order[:-1])
-    }
+    return list(orders.values())
 
 
 class _Nesting(NamedTuple):

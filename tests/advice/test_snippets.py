@@ -45,8 +45,9 @@ def test_a_setting_of_all_units_is_one_line(choice: Choice, line: str):
 
 
 def test_prefetch_lists_the_units_in_the_order_of_the_pass():
-    forward = write_snippet(Choice(forward_prefetch=2), PLAN, PLAN)
-    backward = write_snippet(Choice(backward_prefetch=1), PLAN, PLAN)
+    after = PLAN.with_values(forward_prefetch=2, backward_prefetch=1)
+    forward = write_snippet(Choice(forward_prefetch=2), PLAN, after)
+    backward = write_snippet(Choice(backward_prefetch=1), PLAN, after)
     for snippet in (forward, backward):
         ast.parse(snippet)
     assert 'f"layers.{at}" for at in range(0, 5)' in forward
@@ -55,7 +56,8 @@ def test_prefetch_lists_the_units_in_the_order_of_the_pass():
 
 
 def test_prefetch_passes_over_units_without_parameters():
-    snippet = write_snippet(Choice(forward_prefetch=1), PLAN, PLAN, without=[""])
+    after = PLAN.with_values(forward_prefetch=1)
+    snippet = write_snippet(Choice(forward_prefetch=1), PLAN, after, without=[""])
     assert snippet.startswith("names = ['embedding', *(")
     assert "''" not in snippet
 

@@ -23,6 +23,7 @@ from fsdp_inspect.analysis.correctness.random_state import check_random
 from fsdp_inspect.analysis.correctness.replicas import check_replicas
 from fsdp_inspect.analysis.correctness.resume import check_resume
 from fsdp_inspect.analysis.correctness.scales import check_scales
+from fsdp_inspect.analysis.correctness.stale import check_stale
 from fsdp_inspect.analysis.correctness.token_means import check_loss
 from fsdp_inspect.analysis.correctness.values import check_finite
 from fsdp_inspect.trace.run import RunSource
@@ -37,6 +38,7 @@ _CHECKS = (
     check_gradients,
     check_scales,
     check_coverage,
+    check_stale,
     check_replicas,
     check_accumulation,
     check_clipping,

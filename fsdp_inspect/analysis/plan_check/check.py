@@ -200,7 +200,9 @@ def _find_single_deviation(counts: Sequence[UnitCount], steps: Sequence[int]) ->
 
 
 def _as_note(finding: PlanFinding, step: int) -> PlanFinding:
-    sentence = f"{finding.sentence}, in step {step} only, as after a retried forward"
+    sentence = (
+        f"{finding.sentence}, in step {step} only, as after a retried forward or a checkpoint"
+    )
     return replace(finding, rule="", is_contradiction=False, is_normal=True, sentence=sentence)
 
 

@@ -86,9 +86,6 @@ __all__ = [
 ]
 
 
-_ITS_SPEED = " Its speed:"
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The limit of the step, with sentences and numbers."""
@@ -120,7 +117,7 @@ class Verdict:
     @property
     def why_alone(self) -> str:
         """The details, without the speed of a training that is wrong."""
-        return self.why.partition(_ITS_SPEED)[0]
+        return self.why if self.speed is None else self.why.removesuffix(_say_speed(self.speed))
 
     @property
     def of_speed(self) -> "Verdict":
@@ -160,12 +157,16 @@ def give_verdict_on_training(fault: TrainingFault, speed: Verdict) -> Verdict:
         speed,
         limit=Limit.TRAINING,
         sentence=fault.headline,
-        why=f"{fault.why}{place}{_ITS_SPEED} {speed.sentence}",
+        why=f"{fault.why}{place}{_say_speed(speed)}",
         next_steps=(fault.change, *speed.next_steps),
         because=fault.why.partition(". ")[0].rstrip(".") + ".",
         largest_part="",
         speed=speed,
     )
+
+
+def _say_speed(speed: Verdict) -> str:
+    return f" Its speed: {speed.sentence}"
 
 
 def give_verdict(facts: StepFacts) -> Verdict:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from fsdp_inspect.errors import PlanError
+from fsdp_inspect.formatting import plural
 from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.checkpointing import apply_checkpointing
 from fsdp_inspect.recording.torch_api.dispatch import unset_fake_temporarily
@@ -42,9 +43,11 @@ def apply_plan(
 ) -> Plan:
     """Shard a model by a plan: activation checkpointing, `fully_shard`, prefetch.
 
-    Gradient accumulation is applied by the training loop, which reads it from the plan. Compile
-    modules after `apply_checkpointing` and before this call. A `UserWarning` reports settings that
-    torch accepts but that are risky (`Plan.find_risks`), and the plan's notes.
+    Two settings belong to the training loop, which reads them from the plan: gradient accumulation,
+    and `reshard_after_backward`. Parameters that stay unsharded after the last backward of a step
+    miss the update, so this call leaves torch's default. Compile modules after
+    `apply_checkpointing` and before this call. A `UserWarning` reports settings that torch accepts
+    but that are risky (`Plan.find_risks`), and what was not applied.
 
     Args:
         model: A model that is not sharded; it may be on the meta device.
@@ -190,6 +193,16 @@ def _warn_of_risks(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) 
     embeddings = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
     for risk in plan.find_risks(shapes, inputs_without_gradient=embeddings):
         warnings.warn(risk, UserWarning, stacklevel=3)
+    kept = [unit.name for unit in plan.units if not unit.reshard_after_backward]
+    if kept:
+        warnings.warn(
+            f"Not applied: reshard_after_backward = false of {plural(len(kept), 'unit')}, such as "
+            f"{kept[0]!r}. Parameters that stay unsharded after the last microbatch miss the "
+            "update. Call model.set_reshard_after_backward(is_last_microbatch) before each "
+            "backward.",
+            UserWarning,
+            stacklevel=3,
+        )
     for note in plan.notes:
         warnings.warn(
             f"Not applied, because a plan cannot express it: {note}", UserWarning, stacklevel=3
@@ -232,7 +245,6 @@ def _shard(
         fully_shard(target, shard_placement_fn=placement, **settings)
     fsdp2.configure(
         targets[0],
-        reshard_after_backward=unit.reshard_after_backward,
         unshard_in_backward=unit.unshard_in_backward,
         unshard_async_op=unit.unshard_async_op,
         reduce_scatter_max_input_buffers=unit.reduce_scatter_max_input_buffers,

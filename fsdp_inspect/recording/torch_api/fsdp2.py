@@ -11,6 +11,7 @@ all its parameters belong to nested calls, and several if its parameters are on 
 """
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -29,8 +30,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.tensor import DTensor
 
 from fsdp_inspect.errors import PlanError
+from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 
 __all__ = ["FSDPCommContext", "FSDPParamGroup", "FSDPState", "TrainingState"]
@@ -47,6 +50,8 @@ SET_UNSHARD_ASYNC = "_set_unshard_async_op"
 WAIT_FOR_REDUCE_SCATTERS = "_wait_for_post_backward"
 """The method of a group that waits for the reduce-scatters that it drops."""
 
+_COMPARED, _COMPARED_VALUES = 2, 64
+"""Parameters of a unit, and values of each, that show whether its unsharded parameters are old."""
 _DEFAULTS_BEFORE_TORCH_2_13 = {"reduce_scatter_max_input_buffers": 1}
 
 
@@ -130,6 +135,25 @@ class GroupHandle:
             if full is not None:
                 tensors.append(full)
         return tensors
+
+    def unsharded_and_sharded(self) -> list[tuple[Tensor, Tensor]]:
+        """The first values of two parameters in this rank's part, unsharded and in the shard.
+
+        Empty if the unit is not unsharded, or if an extension of a tensor changes its values.
+        """
+        info, found = self.group.mesh_info, list[tuple[Tensor, Tensor]]()
+        if not (self.is_unsharded and isinstance(info, FSDPMeshInfo)):
+            return found
+        for param in self.group.fsdp_params[:_COMPARED]:
+            shard, whole = local_part(param.sharded_param), param.unsharded_param
+            if not shard.numel() or isinstance(whole, DTensor) or type(shard.data) is not Tensor:
+                continue
+            dim = param.fsdp_placement.dim
+            begin = info.shard_mesh_rank * math.ceil(whole.shape[dim] / info.shard_mesh_size)
+            part = whole.narrow(dim, begin, shard.shape[dim])
+            values = part.flatten()[:_COMPARED_VALUES]
+            found.append((values, shard.flatten()[:_COMPARED_VALUES].to(values)))
+        return found
 
     @property
     def followed_parameters(self) -> list[tuple[int, torch.Tensor]]:

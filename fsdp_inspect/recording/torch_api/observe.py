@@ -21,8 +21,9 @@ from fsdp_inspect.trace.plan import Plan, Prefetch, UnitPlan, lists_of_depth
 def observe_plan(model: nn.Module) -> Plan:
     """The plan of a `fully_shard` model; `apply_plan` of it on a fresh copy gives the same plan.
 
-    Settings that a plan cannot express (several meshes in a unit, parameters that are ignored or
-    sharded on another dimension) are in its `notes`.
+    `reshard_after_backward` is left to the training loop. Settings that a plan cannot express
+    (several meshes in a unit, parameters that are ignored or sharded on another dimension) are in
+    its `notes`.
 
     Raises:
         PlanError: `fully_shard` was never called on the model.

@@ -461,7 +461,8 @@ def test_a_deviation_in_one_step_only_is_a_note():
     assert check.is_consistent is True
     assert check.sentence == (
         "The run follows its plan, except in step 2. layers.0: is gathered more often than its "
-        "forwards and backwards require, in step 2 only, as after a retried forward."
+        "forwards and backwards require, in step 2 only, as after a retried forward or a "
+        "checkpoint."
     )
     [note] = check.findings
     assert note.is_normal

@@ -7,6 +7,7 @@ from torch.distributed.tensor import Shard
 from fsdp_inspect.errors import PlanError
 from fsdp_inspect.recording.torch_api import fsdp2
 from fsdp_inspect.recording.torch_api.apply import apply_plan
+from fsdp_inspect.recording.torch_api.observe import observe_plan
 from fsdp_inspect.trace.plan import Fsdp1Settings, Plan, UnitPlan
 
 BLOCKS = Plan.from_dict(
@@ -141,6 +142,13 @@ def test_risks_and_notes_are_warnings(fake_world_of_4, decoder):
     assert any("begins with 'embedding', whose input needs no gradient" in text for text in texts)
     assert "Not applied, because a plan cannot express it: Something else." in texts
     assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_parameters_are_not_kept_for_the_update_of_the_optimizer(fake_world_of_4, decoder):
+    plan = Plan(units=(UnitPlan(modules=("",), reshard_after_backward=False),))
+    with pytest.warns(UserWarning, match="reshard_after_backward = false of 1 unit, such as"):
+        apply_plan(decoder, plan)
+    assert observe_plan(decoder).units[0].reshard_after_backward
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, at import

@@ -54,7 +54,6 @@ PLANS = {
             {
                 "modules": ["layers.*"],
                 "reshard_after_forward": True,
-                "reshard_after_backward": False,
                 "unshard_in_backward": False,
                 "unshard_async_op": True,
                 "reduce_scatter_max_input_buffers": 2,

@@ -68,7 +68,6 @@ def plans(draw: st.DrawFn, tree: Tree) -> Plan:
             "modules": [name],
             "reshard_after_forward": draw(st.sampled_from(["auto", True, False])),
             "mesh": draw(st.sampled_from(MESHES)),
-            "reshard_after_backward": draw(st.booleans()),
         }
         for name in chosen
     ]
@@ -76,7 +75,7 @@ def plans(draw: st.DrawFn, tree: Tree) -> Plan:
         if unit["mesh"] == {"replicate": 4}:
             # Torch (2.13) runs no sharded unit inside a replicated one, and does not reshard them.
             is_leaf = not len(modules[unit["modules"][0]].parts)
-            unit |= {"reshard_after_forward": "auto", "reshard_after_backward": True}
+            unit |= {"reshard_after_forward": "auto"}
             unit["mesh"] = unit["mesh"] if is_leaf else {}
     return Plan.from_dict(
         {
