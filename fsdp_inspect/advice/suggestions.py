@@ -224,7 +224,6 @@ class Narrator:
             assumptions=(
                 *scenario.assumptions,
                 *_assume_dtypes(choice),
-                *self._assume_unchanged(choice),
                 *self._assume_contention(AS_RECORDED, choice),
             ),
             risks=tuple(self._risks(AS_RECORDED, choice)),
@@ -246,17 +245,7 @@ class Narrator:
         after = self._scorer.scenario(increment.after).assumptions
         yield from (each for each in after if each not in known)
         yield from _assume_dtypes(choice)
-        yield from self._assume_unchanged(choice)
         yield from self._assume_contention(increment.before, increment.after)
-
-    def _assume_unchanged(self, choice: Choice) -> Iterator[str]:
-        """Modules that no backward reshards, such as a reference model, stay as they are."""
-        keeps = choice.reshard is False or choice.num_kept or choice.keep_root
-        if keeps and (modules := sorted(self._scorer.space.unchanged)):
-            yield (
-                f"No code changes the parameters of {listed(modules, 2)}: none changed in the "
-                "first steps. No backward reshards them, so a change would not be gathered."
-            )
 
     def _assume_contention(self, before: Choice, after: Choice) -> Iterator[str]:
         """The slowdown of compute by communication (R24), or why none is assumed."""
@@ -388,6 +377,12 @@ class Narrator:
             yield self._scorer.work.memory_refusal or _NO_MEMORY
         elif added > 0:
             yield f"The peak rises by {format_bytes(added)}."
+        keeps = choice.reshard is False or choice.num_kept or choice.keep_root
+        if keeps and (modules := sorted(self._scorer.space.unchanged)):
+            yield (
+                f"No code may change the parameters of {listed(modules, 2)}, and none did in this "
+                "run: no backward reshards them, so a change would not be gathered."
+            )
         if choice.accumulation_sync is not None:
             how = (
                 " (no_sync)."

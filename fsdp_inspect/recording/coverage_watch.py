@@ -64,6 +64,8 @@ class CoverageWatch:
         self._has_closure = False
         own = [each for group in optimizer.param_groups for each in group["params"]]
         self._held |= {id(each) for each in own}
+        # The model of a unit that stays unsharded has other parameters than the optimizer.
+        self._with_gradient |= {id(each) for each in own if each.grad is not None}
         repeated = sum(
             each.grad is not None and self._used[id(each)] == version_of(each.grad)
             for each in own

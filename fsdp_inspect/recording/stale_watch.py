@@ -7,7 +7,7 @@ shards change: the root of a teacher, which no backward reshards, or any unit af
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,7 +24,7 @@ _UNITS = 64
 
 
 class StaleWatch:
-    """Compares the unsharded parameters of units with their shards before each backward.
+    """Compares unsharded parameters with their shards, before backwards and after updates.
 
     Args:
         units: The units of the model. Only those of FSDP2 are looked at.
@@ -37,31 +37,44 @@ class StaleWatch:
         self._late = late
         self._versions: dict[int, list[tuple[int, int]]] = {}
         self._num_looks = 0
-        self._stale: Counter[int] = Counter()
+        self._stale: defaultdict[int, set[int]] = defaultdict(set)
+        """The looks that found a unit with old values."""
         self._changed: set[int] = set()
 
     @property
     def seen(self) -> UnitsSeen:
-        """What was seen until now."""
-        stale = {str(index): count for index, count in sorted(self._stale.items())}
+        """What was seen until now. Changes are seen in all steps."""
+        stale = {str(index): len(looks) for index, looks in sorted(self._stale.items())}
+        for index, unit in self._units:
+            if index in self._versions and _versions_of(unit) != self._versions[index]:
+                self._changed.add(index)
         return UnitsSeen(num_looks=self._num_looks, stale=stale, changed=sorted(self._changed))
 
-    @torch.no_grad()
     def before_backward(self) -> None:
         """Look at all units; a forward has just run."""
+        if not self._num_looks:
+            frozen = (pair for pair in self._units if not _is_trained(pair[1]))
+            self._versions = {index: _versions_of(unit) for index, unit in frozen}
         self._num_looks += 1
+        self.after_update()
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Look at the units that are unsharded."""
         for index, unit in self._units:
-            if not _is_trained(unit):
-                versions = [versions_of(each) for each in unit.local_parameters]
-                if self._versions.setdefault(index, versions) != versions:
-                    self._changed.add(index)
             differ = [torch.ne(old, new).any() for old, new in unit.unsharded_and_sharded()]
             if differ:
-                self._late.read(torch.stack(differ).any(), partial(self._note, index))
+                keep = partial(self._note, index, self._num_looks)
+                self._late.read(torch.stack(differ).any(), keep)
 
-    def _note(self, index: int, is_stale: torch.Tensor) -> None:
-        self._stale[index] += bool(is_stale)
+    def _note(self, index: int, look: int, is_stale: torch.Tensor) -> None:
+        if is_stale:
+            self._stale[index].add(look)
 
 
 def _is_trained(unit: GroupHandle) -> bool:
     return any(each.requires_grad for each in unit.local_parameters)
+
+
+def _versions_of(unit: GroupHandle) -> list[tuple[int, int]]:
+    return [versions_of(each) for each in unit.local_parameters]

@@ -30,7 +30,7 @@ from fsdp_inspect.recording.stale_watch import StaleWatch
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
 from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.recording.value_watch import Recording, ValueWatch
-from fsdp_inspect.trace.correctness import LossSeen, OptimizerSeen, TrainingSeen
+from fsdp_inspect.trace.correctness import LossSeen, OptimizerSeen, TrainingSeen, UnitsSeen
 
 _STEPS = 8
 _OPTIMIZERS = 16
@@ -94,7 +94,9 @@ class TrainingChecks:
         """What was observed until now; None: nothing since the last call."""
         values = self._values.seen
         num_noted = 0 if self._samples is None else self._samples.num_noted
+        units = self._stale.seen
         is_known = values is self._seen.values and num_noted == self._num_noted
+        is_known = is_known and units == (self._seen.units or UnitsSeen())
         if is_known and not self._has_news:
             return None
         self._has_news, self._num_noted = False, num_noted
@@ -109,7 +111,7 @@ class TrainingChecks:
             "random": list(self._batches.random),
             "autocast": self._batches.autocast,
             "values": values,
-            "units": self._stale.seen,
+            "units": units,
         }
         if self._samples is not None:
             known |= {
@@ -162,6 +164,7 @@ class TrainingChecks:
             if (coverage := self._coverage) is not None:
                 self._quietly(lambda: coverage.after_update(optimizer))
             self._quietly(lambda: self._close_round(optimizer))
+            self._quietly(self._stale.after_update)
         self._quietly(lambda: self._close_window(optimizer), is_early=False)
         if (samples := self._samples) is not None:
             self._quietly(lambda: samples.after_update(optimizer), is_early=False)

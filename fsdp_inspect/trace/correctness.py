@@ -227,7 +227,7 @@ class RoundSeen(Record):
 
 
 class UnitsSeen(Record):
-    """The unsharded parameters of units, compared with their shards before backwards."""
+    """The unsharded parameters of units, compared with their shards around backwards."""
 
     num_looks: Amount = 0
     stale: dict[str, Amount] = Field(default_factory=dict)

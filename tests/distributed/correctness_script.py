@@ -141,7 +141,94 @@ def token_means_halved(folder: Path) -> None:
     train(folder, model, adam(model), data, lambda *given: loss_of(*given) / 2)
 
 
+def learn_from_teacher(
+    folder: Path, *, root: bool | None = None, moves: bool = True, reshards: bool = False
+) -> None:
+    """A student and its moving average, with a root each.
+
+    Args:
+        folder: The run.
+        root: `reshard_after_forward` of the teacher's root.
+        moves: Whether the teacher follows the student.
+        reshards: Whether the loop reshards the teacher after it has moved.
+    """
+    model = nn.ModuleDict({"student": shard(make_model()), "teacher": make_model()})
+    student, teacher = model["student"], model["teacher"].requires_grad_(requires_grad=False)
+    fully_shard(teacher[0])
+    fully_shard(teacher, reshard_after_forward=root)
+    pairs = list(zip(teacher.parameters(), student.parameters(), strict=True))
+
+    def loss(_: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            if moves:
+                for own, other in pairs:
+                    own.lerp_(other, 0.5)
+            if reshards:
+                teacher.reshard()
+            target = teacher(batch[0])
+        return loss_of(student, batch) + F.mse_loss(student(batch[0]), target)
+
+    train(folder, model, adam(student), batches(), loss)
+
+
+@loop
+def old_teacher(folder: Path) -> None:
+    """torch keeps its root unsharded after forward, and no backward reshards it."""
+    learn_from_teacher(folder)
+
+
+@loop
+def old_parameters(folder: Path) -> None:
+    """As between microbatches, but after the last one, too."""
+    model = shard(make_model())
+    model.set_reshard_after_backward(False)
+    train(folder, model, adam(model), batches())
+
+
 # --- loops that look alike
+
+
+@loop
+def teacher_with_resharded_root(folder: Path) -> None:
+    learn_from_teacher(folder, root=True)
+
+
+@loop
+def teacher_resharded_by_hand(folder: Path) -> None:
+    learn_from_teacher(folder, reshards=True)
+
+
+@loop
+def fixed_teacher(folder: Path) -> None:
+    learn_from_teacher(folder, moves=False)
+
+
+@loop
+def teacher_under_one_root(folder: Path) -> None:
+    """As in MoCo: the backward of the student reshards the teacher."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = shard(make_model()), shard(make_model())
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = self.teacher(inputs)
+            return self.student(inputs) + 0 * target
+
+    model = Both()
+    model.teacher.requires_grad_(requires_grad=False)
+    fully_shard(model)
+    pairs = list(zip(model.teacher.parameters(), model.student.parameters(), strict=True))
+
+    def loss(_: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            for own, other in pairs:
+                own.lerp_(other, 0.5)
+        return loss_of(model, batch)
+
+    train(folder, model, adam(model.student), batches(), loss)
 
 
 @loop

@@ -1,8 +1,8 @@
 """Find units that compute with parameters from before their last change.
 
-- Seen: in the first steps, before each backward: values of unsharded parameters and their shards.
-- Proof: they differ in at least three looks and half of all, and the unit then runs in more of the
-  recorded steps than it is gathered in. torch gathers only what was resharded.
+- Seen: in the first steps: values of unsharded parameters and of their shards.
+- Proof: they differ around at least three backwards and half of all, and the forwards of the unit
+  gather it in fewer of the recorded steps than it runs in. torch gathers only what was resharded.
 - Refuted by: a gather for each step, as after `reshard()` in the loop; a unit that does not run
   again; a reference model, whose shards do not change.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
 from fsdp_inspect.formatting import format_unit, plural
-from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.codes import EventKind, Phase
 
 _LEAST_LOOKS = 3
 
@@ -38,7 +38,7 @@ def check_stale(observed: Observed) -> Iterator[TrainingFault]:
 def _runs_without_gather(observed: Observed, rank: int, unit: int) -> bool:
     kinds = [int(EventKind.FORWARD), int(EventKind.ALL_GATHER)]
     events = observed.run.events(rank, kinds=kinds)
-    events = events.where(events.unit == unit)
+    events = events.where((events.unit == unit) & (events.phase == Phase.FORWARD))
     run, gathered = (np.unique(events.step[events.kind == kind]) for kind in kinds)
     return len(run) >= 2 and len(gathered) < len(run)
 
@@ -49,26 +49,27 @@ def _describe(
     units = observed.run.manifest.units
     name = format_unit(units[wrong[0]].fqn)
     more = f" and {plural(len(wrong) - 1, 'other unit')}" if len(wrong) > 1 else ""
-    is_trained = units[wrong[0]].num_trainable_parameters > 0
+    verb, was, its = ("computes", "was", "its") if not more else ("compute", "were", "their")
     because = (
-        "It stays unsharded after the last backward of a step, so the next forward does not gather "
-        "the update."
-        if is_trained
-        else "No backward reshards it, and torch keeps the root of a model unsharded after forward."
+        "No backward reshards it, and torch keeps the root of a model unsharded after forward."
     )
     change = (
-        "Call set_reshard_after_backward(is_last_microbatch) before each backward."
-        if is_trained
-        else "Pass reshard_after_forward=True to fully_shard for this model, also for its root, or "
-        "call reshard() on it after its parameters change."
+        "Pass reshard_after_forward=True to fully_shard for this model, also for its root, or call "
+        "reshard() on it after its parameters change."
     )
+    if units[wrong[0]].num_trainable_parameters:
+        because = (
+            f"{its.capitalize()} parameters stay unsharded after the last backward of a step, so "
+            "the next forward does not gather the update."
+        )
+        change = "Call set_reshard_after_backward(is_last_microbatch) before each backward."
     return TrainingFault(
         TrainingCheck.PARAMETERS,
         (rank,),
         True,
-        f"{plural(len(wrong), 'unit')} {'computes' if len(wrong) == 1 else 'compute'} with old "
-        "parameters.",
-        f"Before {count} of {plural(num_looks, 'backward')}, {name}{more} was unsharded with "
-        f"values from before a change of its shards, and it runs without an all-gather. {because}",
+        f"{plural(len(wrong), 'unit')} {verb} with parameters from before their change.",
+        f"Around {count} of {plural(num_looks, 'backward')}, {name}{more} {was} unsharded with "
+        f"values from before a change of {its} shards, and {its} forwards do not gather the new "
+        f"ones. {because}",
         change,
     )

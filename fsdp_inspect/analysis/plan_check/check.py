@@ -28,7 +28,7 @@ from fsdp_inspect.analysis.plan_check.collective_counts import (
 from fsdp_inspect.analysis.plan_check.unit_waste import PlanFinding, find_waste
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.formatting import format_bytes, format_unit, listed, plural
+from fsdp_inspect.formatting import format_bytes, format_steps, format_unit, listed, plural
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource
@@ -160,17 +160,17 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
         adds_up=manifest.observed.get("gradients_between_backwards") != "changed",
     )
     deviations = [*_joined(finding for count in counts for finding in _explain(count))]
-    once = _find_single_deviation(counts, observed.steps)
+    few = _find_few_steps(counts, observed.steps)
     wrong = [
-        *(deviations if once is None else ()),
+        *(() if few else deviations),
         *(_check_loop(plan, loop) if plan else ()),
         *(_check_prefetch(plan, manifest, observed) if plan else ()),
     ]
     totals = tuple(_total(counts, kind) for kind in COUNTED_KINDS)
     result = _phrase_result(totals, wrong, num_steps=len(observed.steps), num_units=len(counts))
-    notes = [] if once is None else [_as_note(each, once) for each in deviations]
+    notes = [_as_note(each, few) for each in deviations if few]
     if notes and not wrong:
-        result = f"The run follows its plan, except in step {once}. {_phrase_finding(notes[0])}"
+        result = f"The run follows its plan, except in {few}. {_phrase_finding(notes[0])}"
     return PlanCheck(
         rank=rank,
         steps=observed.steps,
@@ -190,19 +190,20 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
     )
 
 
-def _find_single_deviation(counts: Sequence[UnitCount], steps: Sequence[int]) -> int | None:
-    """The only one of several checked steps that deviates from the plan; None: none or more.
+def _find_few_steps(counts: Sequence[UnitCount], steps: Sequence[int]) -> str:
+    """The steps that deviate from the plan if they are one or fewer than half; else empty.
 
-    A plan acts in every step, so one step deviates for another reason, such as a retried forward.
+    A plan acts in every step, so these deviate for another reason, such as a retried forward, or
+    code that reshards a unit for a checkpoint or for new values.
     """
     off = {step for count in counts for each in _collectives(count) for step in each.off_steps}
-    return off.pop() if len(off) == 1 and len(steps) > 1 else None
+    are_few = len(steps) > 1 and (len(off) == 1 or 2 * len(off) < len(steps))
+    return format_steps(sorted(off)) if off and are_few else ""
 
 
-def _as_note(finding: PlanFinding, step: int) -> PlanFinding:
-    sentence = (
-        f"{finding.sentence}, in step {step} only, as after a retried forward or a checkpoint"
-    )
+def _as_note(finding: PlanFinding, steps: str) -> PlanFinding:
+    place = f"in {steps} only, as after a retried forward, a checkpoint or reshard()"
+    sentence = f"{finding.sentence}, {place}"
     return replace(finding, rule="", is_contradiction=False, is_normal=True, sentence=sentence)
 
 

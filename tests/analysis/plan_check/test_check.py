@@ -461,12 +461,24 @@ def test_a_deviation_in_one_step_only_is_a_note():
     assert check.is_consistent is True
     assert check.sentence == (
         "The run follows its plan, except in step 2. layers.0: is gathered more often than its "
-        "forwards and backwards require, in step 2 only, as after a retried forward or a "
-        "checkpoint."
+        "forwards and backwards require, in step 2 only, as after a retried forward, a "
+        "checkpoint or reshard()."
     )
     [note] = check.findings
     assert note.is_normal
     assert not note.is_contradiction
+
+
+@pytest.mark.parametrize(("steps", "is_consistent"), [((2, 5), True), ((1, 2, 4, 5), False)])
+def test_a_deviation_in_fewer_than_half_of_the_steps_is_a_note(steps, is_consistent):
+    """A target network that takes new values is gathered again after each of them."""
+    builder = trained(num_steps=7)
+    for step in steps:
+        begin = 1000 * step + 900
+        builder.rank(0).all_gather("layers.0", begin, begin + 5, step=step, bytes=MESSAGE_BYTES)
+    check = check_plan(builder.build())
+    assert check.is_consistent is is_consistent
+    assert ("in steps 2, 5 only" in check.sentence) is is_consistent
 
 
 @pytest.mark.parametrize(
