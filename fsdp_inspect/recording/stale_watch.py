@@ -35,27 +35,36 @@ class StaleWatch:
         own = [(at, unit) for at, unit in enumerate(units) if isinstance(unit, GroupHandle)]
         self._units = sorted(own, key=lambda pair: _is_trained(pair[1]))[:_UNITS]
         self._late = late
+        self._frozen: list[tuple[int, GroupHandle]] = []
+        """Units without trained parameters that have not changed."""
         self._versions: dict[int, list[tuple[int, int]]] = {}
         self._num_looks = 0
         self._stale: defaultdict[int, set[int]] = defaultdict(set)
         """The looks that found a unit with old values."""
         self._changed: set[int] = set()
+        self._has_news = False
 
-    @property
-    def seen(self) -> UnitsSeen:
-        """What was seen until now. Changes are seen in all steps."""
+    def take_news(self) -> UnitsSeen | None:
+        """What was seen until now; None: nothing new. Changes are seen in all steps."""
+        moved = [index for index, unit in self._frozen if self._has_moved(index, unit)]
+        if not (moved or self._has_news):
+            return None
+        self._changed.update(moved)
+        self._frozen = [pair for pair in self._frozen if pair[0] not in self._changed]
+        self._has_news = False
         stale = {str(index): len(looks) for index, looks in sorted(self._stale.items())}
-        for index, unit in self._units:
-            if index in self._versions and _versions_of(unit) != self._versions[index]:
-                self._changed.add(index)
         return UnitsSeen(num_looks=self._num_looks, stale=stale, changed=sorted(self._changed))
+
+    def _has_moved(self, index: int, unit: GroupHandle) -> bool:
+        return index in self._versions and _versions_of(unit) != self._versions[index]
 
     def before_backward(self) -> None:
         """Look at all units; a forward has just run."""
         if not self._num_looks:
-            frozen = (pair for pair in self._units if not _is_trained(pair[1]))
-            self._versions = {index: _versions_of(unit) for index, unit in frozen}
+            self._frozen = [pair for pair in self._units if not _is_trained(pair[1])]
+            self._versions = {index: _versions_of(unit) for index, unit in self._frozen}
         self._num_looks += 1
+        self._has_news = True
         self.after_update()
 
     @torch.no_grad()
@@ -70,6 +79,7 @@ class StaleWatch:
     def _note(self, index: int, look: int, is_stale: torch.Tensor) -> None:
         if is_stale:
             self._stale[index].add(look)
+            self._has_news = True
 
 
 def _is_trained(unit: GroupHandle) -> bool:

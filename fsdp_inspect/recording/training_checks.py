@@ -30,7 +30,7 @@ from fsdp_inspect.recording.stale_watch import StaleWatch
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
 from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.recording.value_watch import Recording, ValueWatch
-from fsdp_inspect.trace.correctness import LossSeen, OptimizerSeen, TrainingSeen, UnitsSeen
+from fsdp_inspect.trace.correctness import LossSeen, OptimizerSeen, TrainingSeen
 
 _STEPS = 8
 _OPTIMIZERS = 16
@@ -94,9 +94,8 @@ class TrainingChecks:
         """What was observed until now; None: nothing since the last call."""
         values = self._values.seen
         num_noted = 0 if self._samples is None else self._samples.num_noted
-        units = self._stale.seen
-        is_known = values is self._seen.values and num_noted == self._num_noted
-        is_known = is_known and units == (self._seen.units or UnitsSeen())
+        units = self._stale.take_news()
+        is_known = values is self._seen.values and num_noted == self._num_noted and units is None
         if is_known and not self._has_news:
             return None
         self._has_news, self._num_noted = False, num_noted
@@ -111,7 +110,7 @@ class TrainingChecks:
             "random": list(self._batches.random),
             "autocast": self._batches.autocast,
             "values": values,
-            "units": units,
+            "units": units or self._seen.units,
         }
         if self._samples is not None:
             known |= {
