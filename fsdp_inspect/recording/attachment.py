@@ -470,6 +470,8 @@ class Attachment:
     def _drain_checks(self, timeout_s: float | None = None) -> None:
         """Take the values that have arrived for the checks; wait at the end of the recording."""
         try:
+            if timeout_s is not None and self.session.checks is not None:
+                self.session.checks.look_again()
             self._late.drain() if timeout_s is None else self._late.close(timeout_s)
         except Exception as error:
             raise_if_of_signal(error)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from fsdp_inspect.recording.late_values import LateValues
-from fsdp_inspect.recording.torch_api.autograd import versions_of
-from fsdp_inspect.recording.torch_api.fsdp2 import GroupHandle
+from fsdp_inspect.recording.tensors import local_part
+from fsdp_inspect.recording.torch_api.autograd import version_of
+from fsdp_inspect.recording.torch_api.fsdp2 import COMPARED_VALUES, GroupHandle
+from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.correctness import UnitsSeen
 
@@ -26,6 +30,9 @@ _UNITS = 64
 class StaleWatch:
     """Compares unsharded parameters with their shards, before backwards and after updates.
 
+    It also notes which units without trained parameters change: by their values in the first steps
+    and at the end, and by the version of their first parameter in between.
+
     Args:
         units: The units of the model. Only those of FSDP2 are looked at.
         late: Reads the results.
@@ -35,37 +42,47 @@ class StaleWatch:
         own = [(at, unit) for at, unit in enumerate(units) if isinstance(unit, GroupHandle)]
         self._units = sorted(own, key=lambda pair: _is_trained(pair[1]))[:_UNITS]
         self._late = late
-        self._frozen: list[tuple[int, GroupHandle]] = []
+        self._frozen: dict[int, _Frozen] = {}
         """Units without trained parameters that have not changed."""
-        self._versions: dict[int, list[tuple[int, int]]] = {}
         self._num_looks = 0
         self._stale: defaultdict[int, set[int]] = defaultdict(set)
         """The looks that found a unit with old values."""
         self._changed: set[int] = set()
         self._has_news = False
 
+    @unseen
     def take_news(self) -> UnitsSeen | None:
-        """What was seen until now; None: nothing new. Changes are seen in all steps."""
-        moved = [index for index, unit in self._frozen if self._has_moved(index, unit)]
-        if not (moved or self._has_news):
+        """What was seen until now; None: nothing new."""
+        for index, frozen in list(self._frozen.items()):
+            if version_of(frozen.parameter) != frozen.version:
+                self._note_change(index, torch.tensor(True))
+        if not self._has_news:
             return None
-        self._changed.update(moved)
-        self._frozen = [pair for pair in self._frozen if pair[0] not in self._changed]
         self._has_news = False
         stale = {str(index): len(looks) for index, looks in sorted(self._stale.items())}
         return UnitsSeen(num_looks=self._num_looks, stale=stale, changed=sorted(self._changed))
 
-    def _has_moved(self, index: int, unit: GroupHandle) -> bool:
-        return index in self._versions and _versions_of(unit) != self._versions[index]
-
+    @torch.no_grad()
     def before_backward(self) -> None:
         """Look at all units; a forward has just run."""
-        if not self._num_looks:
-            self._frozen = [pair for pair in self._units if not _is_trained(pair[1])]
-            self._versions = {index: _versions_of(unit) for index, unit in self._frozen}
+        if self._num_looks:
+            self.look_at_frozen()
+        else:
+            for index, unit in self._units:
+                if unit.local_parameters and not _is_trained(unit):
+                    first = unit.local_parameters[0]
+                    self._frozen[index] = _Frozen(first, version_of(first), _sample(first).clone())
         self._num_looks += 1
         self._has_news = True
         self.after_update()
+
+    @unseen
+    @torch.no_grad()
+    def look_at_frozen(self) -> None:
+        """Compare the values of units without trained parameters with the first ones."""
+        for index, frozen in list(self._frozen.items()):
+            differ = torch.ne(_sample(frozen.parameter), frozen.values).any()
+            self._late.read(differ, partial(self._note_change, index))
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -73,18 +90,33 @@ class StaleWatch:
         for index, unit in self._units:
             differ = [torch.ne(old, new).any() for old, new in unit.unsharded_and_sharded()]
             if differ:
-                keep = partial(self._note, index, self._num_looks)
+                keep = partial(self._note_stale, index, self._num_looks)
                 self._late.read(torch.stack(differ).any(), keep)
 
-    def _note(self, index: int, look: int, is_stale: torch.Tensor) -> None:
+    def _note_stale(self, index: int, look: int, is_stale: torch.Tensor) -> None:
         if is_stale:
             self._stale[index].add(look)
             self._has_news = True
 
+    def _note_change(self, index: int, has_changed: torch.Tensor) -> None:
+        if has_changed:
+            self._changed.add(index)
+            self._frozen.pop(index, None)
+            self._has_news = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    """The first parameter of a unit without trained parameters, at the first look."""
+
+    parameter: nn.Parameter
+    version: int
+    values: torch.Tensor
+
+
+def _sample(parameter: nn.Parameter) -> torch.Tensor:
+    return local_part(parameter).flatten()[:COMPARED_VALUES]
+
 
 def _is_trained(unit: GroupHandle) -> bool:
     return any(each.requires_grad for each in unit.local_parameters)
-
-
-def _versions_of(unit: GroupHandle) -> list[tuple[int, int]]:
-    return [versions_of(each) for each in unit.local_parameters]

@@ -141,6 +141,10 @@ class TrainingChecks:
             self._is_over = self._has_failed = True
             self._session.problem(f"The training is not checked: {type(error).__name__}.")
 
+    def look_again(self) -> None:
+        """Look at what may have changed since the first steps."""
+        self._stale.look_at_frozen()
+
     # --- the optimizer
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:

@@ -50,7 +50,7 @@ SET_UNSHARD_ASYNC = "_set_unshard_async_op"
 WAIT_FOR_REDUCE_SCATTERS = "_wait_for_post_backward"
 """The method of a group that waits for the reduce-scatters that it drops."""
 
-_COMPARED, _COMPARED_VALUES = 2, 64
+_COMPARED, COMPARED_VALUES = 2, 64
 """Parameters of a unit, and values of each, that show whether its unsharded parameters are old."""
 _DEFAULTS_BEFORE_TORCH_2_13 = {"reduce_scatter_max_input_buffers": 1}
 
@@ -151,8 +151,8 @@ class GroupHandle:
             dim = param.fsdp_placement.dim
             begin = info.shard_mesh_rank * math.ceil(whole.shape[dim] / info.shard_mesh_size)
             part = whole.narrow(dim, begin, shard.shape[dim])
-            values = part.flatten()[:_COMPARED_VALUES]
-            found.append((values, shard.flatten()[:_COMPARED_VALUES].to(values)))
+            values = part.flatten()[:COMPARED_VALUES]
+            found.append((values, shard.flatten()[:COMPARED_VALUES].to(values)))
         return found
 
     @property
