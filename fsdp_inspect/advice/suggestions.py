@@ -377,6 +377,24 @@ class Narrator:
             yield self._scorer.work.memory_refusal or _NO_MEMORY
         elif added > 0:
             yield f"The peak rises by {format_bytes(added)}."
+        yield from self._conditions(choice)
+        if choice.async_gathers is not None:
+            version = self._evidence.manifest.versions.get("torch", "unknown")
+            yield (
+                "The change calls _set_unshard_async_op, a private method of torch: versions other "
+                f"than that of this run ({version}) may lack it."
+            )
+        if choice.replicas is not None:
+            yield "Checkpoints of the recorded mesh must be resharded when they are loaded."
+        units = self._scorer.scenario(after).units
+        if choice.grouping is not None and len(units) == 1:
+            yield (
+                "One unit hides no communication on backends that overlap collectives with "
+                "compute, as on GPUs, and gathers the whole model at once (R1)."
+            )
+
+    def _conditions(self, choice: Choice) -> Iterator[str]:
+        """What the code must not do, so that the training learns the same with a change."""
         keeps = choice.reshard is False or choice.num_kept or choice.keep_root
         if keeps and (modules := sorted(self._scorer.space.unchanged)):
             yield (
@@ -394,27 +412,18 @@ class Narrator:
                 f"The training loop decides when gradients are reduced{how} Between the backwards "
                 "of a step, the loop must not read the gradients (clipping, norms)."
             )
-        if choice.async_gathers is not None:
-            version = self._evidence.manifest.versions.get("torch", "unknown")
-            yield (
-                "The change calls _set_unshard_async_op, a private method of torch: versions other "
-                f"than that of this run ({version}) may lack it."
-            )
         if self._scorer.space.rules.get(choice.grouping or "") == "R3":
             yield (
                 "FSDP gathers these modules for their own forward only. Other code must not read "
                 "their weights, such as a loss that multiplies by the embedding."
             )
-        if choice.replicas is not None:
-            yield "Checkpoints of the recorded mesh must be resharded when they are loaded."
+        if choice.checkpointing is not None:
+            yield (
+                "The forward of each block runs twice in a step: what it changes besides its "
+                "output, such as the statistics of BatchNorm, changes twice."
+            )
         if choice.param_dtype or choice.reduce_dtype:
             yield "bfloat16 changes the numbers: check that the loss still falls."
-        units = self._scorer.scenario(after).units
-        if choice.grouping is not None and len(units) == 1:
-            yield (
-                "One unit hides no communication on backends that overlap collectives with "
-                "compute, as on GPUs, and gathers the whole model at once (R1)."
-            )
 
 
 def _account(saved_by_ns: Mapping[str, int]) -> Iterator[str]:

@@ -1,4 +1,8 @@
-"""State what the recorder cost a run, from the run's own detailed and plain steps."""
+"""State what the recorder cost a run, from the run's own detailed and plain steps.
+
+It is a lower bound: a run cannot see what calls of the recorder cost in both kinds of steps, and
+what they push out of the caches. Sessions from outside measured about twice as much (docs/figures).
+"""
 
 from __future__ import annotations
 
@@ -69,7 +73,7 @@ class RecorderCost:
         above = f", above its budget of {format_ratio(self.budget_ratio)}" if is_above else ""
         blocks = plural(self.num_blocks, "block")
         return (
-            f"Recorder: {format_ratio(max(self.ratio, 0.0))} of the step time ({low} to "
+            f"Recorder: at least {format_ratio(max(self.ratio, 0.0))} of the step time ({low} to "
             f"{high}){above}, measured in {blocks} of this run; {steps}."
         )
 
