@@ -609,16 +609,22 @@ def _plain_call(
         group: dist.ProcessGroup,
         **named: Any,
     ) -> Any:
+        begun, counted = now() if session.times_plain else 0, session.plain_ns
         number = note(input_tensor if is_input else output_tensor, group)
         thread = get_ident()
         depth = depths.get(thread, 0)
         depths[thread] = depth + 1  # the inner collectives are not noted
+        if begun:
+            session.plain_ns = counted + now() - begun  # with the note, which counts itself
         try:
             result = original(self, output_tensor, input_tensor, group, **named)
         finally:
             depths[thread] = depth
         if number and result is None and finish is not None:
-            finish(number, now())
+            ended = now()
+            finish(number, ended)
+            if begun:
+                session.plain_ns += now() - ended
         elif number:
             end_plain(session, number, result)
         return result

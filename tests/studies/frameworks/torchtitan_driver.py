@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import sys
 
+import torch  # noqa: F401 - first, as in a user's script: the launcher waits for it
+
 from fsdp_inspect.recording.torch_api.process_groups import release_process_groups
 from tests.studies.frameworks import torchtitan_cpu
 
