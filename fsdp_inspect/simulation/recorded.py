@@ -259,11 +259,16 @@ def _expect_same_collectives(
     for unit, kind in sorted({*ran, *simulated}):
         count = ran[unit, kind] / len(work.steps)
         if count != simulated[unit, kind]:
+            own = of_units & (events.unit == unit) & (events.kind == EventKind.ALL_GATHER)
+            by_script = np.any(own & (events.issued_by == NO_UNIT))
+            why = "the model does not describe how this loop uses FSDP"
+            if by_script:
+                why = "the script gathers this unit itself by unshard(), which is not simulated"
             raise MissingDataError(
                 f"Run {run.manifest.run_id!r} cannot be simulated: the schedule model issues "
                 f"{simulated[unit, kind]} {EventKind(kind).label.replace('_', '-')}s of "
                 f"unit {format_unit(names[unit])} per step, and the run issued {count:g}. Expected "
-                "equal counts: the model does not describe how this loop uses FSDP. "
+                f"equal counts: {why}. "
                 "`fsdp-inspect show RUN exposed` shows the measured waits."
             )
 
