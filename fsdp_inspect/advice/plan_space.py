@@ -140,6 +140,8 @@ class Space:
     """The risks of a plan for this model, one sentence each."""
     parameters: Mapping[str, Sequence[int]]
     """Shape of each parameter, by name."""
+    named_by_script: frozenset[tuple[str, ...]]
+    """The modules of each unit on which the script calls `unshard()`: it must stay a unit."""
     _plans: dict[Choice, Plan] = field(default_factory=dict)
     """The plans of choices without a prefetch, which other choices share."""
     _phrases: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -174,6 +176,8 @@ class Space:
         except PlanError:
             return None  # one unit is inside the other
         if set(self.find_risks(merged)) - set(self.find_risks(self.plan)):
+            return None
+        if not self.named_by_script <= {unit.modules for unit in merged.units}:
             return None
         earlier = () if grouping is None else self._phrases.get(grouping, (grouping,))
         parts = format_unit(first), format_unit(second)
@@ -254,10 +258,15 @@ def make_space(work: RecordedWork, plan: Plan, changed: Collection[int] | None =
     rules: dict[str, str] = {}
     refused: dict[str, str] = {}
     seen = {frozenset(unit.modules for unit in plan.units)}
+    named_by_script = frozenset(
+        tuple(unit.modules) for unit in work.units if unit.index in work.by_script
+    )
     for name, rule, candidate in _groupings(work, plan, parameters):
         key = frozenset(unit.modules for unit in candidate.units)
         new = [risk for risk in find_risks(candidate) if risk not in known]
-        if key not in seen and new:
+        if not named_by_script <= key:
+            refused[name] = "The script calls unshard() on a unit that the change removes."
+        elif key not in seen and new:
             refused[name] = new[0]
         elif key not in seen:
             groupings[name], rules[name] = candidate, rule
@@ -302,6 +311,7 @@ def make_space(work: RecordedWork, plan: Plan, changed: Collection[int] | None =
             module for unit in alone for module in unit.modules if module not in unchanged
         ),
         unchanged=frozenset(unchanged),
+        named_by_script=named_by_script,
         find_risks=find_risks,
         parameters=parameters,
     )

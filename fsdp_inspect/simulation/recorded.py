@@ -48,12 +48,14 @@ from fsdp_inspect.simulation.step_pieces import (
     StepReading,
     measure_host_pace,
     read_step,
+    set_own_collectives_apart,
 )
 from fsdp_inspect.simulation.workload import Op, Pass, Piece, UnitWork, Workload
 from fsdp_inspect.statistics import half_range_ratio, median
 from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.plan import Accumulation, Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
+from fsdp_inspect.trace.sharders import FSDP2
 from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
 MAX_STEPS = 64
@@ -126,6 +128,9 @@ class RecordedWork:
     late_ns: int = 0
     """The part of a step in which the rank waits for ranks that work longer. No plan shortens it,
     so it is in the workload's time after the passes."""
+    by_script: frozenset[int] = frozenset()
+    """Units that the script also gathers itself by `unshard()`. These all-gathers, and reductions
+    of their own, are a fixed part of the step."""
     trust: Trust = field(default_factory=Trust)
     """What may be predicted from this work."""
     torch_release: tuple[int, int] = (0, 0)
@@ -208,9 +213,17 @@ def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> R
     observed_plan(run)
     _expect_sharded_units(run)
     steps = tuple(reading.step for reading in readings)
-    events = with_own_turns(run.events(member.rank, steps=steps))
+    events, by_script = _read_events(run, member.rank, steps)
+    events = with_own_turns(events)
     _expect_measured_collectives(run, events)
     is_blocking = _execution(run) is Execution.BLOCKING_HOST
+    if by_script and not is_blocking:
+        raise MissingDataError(
+            f"Run {run.manifest.run_id!r} cannot be simulated: its script gathers a unit by "
+            "unshard(), as torchtitan's chunked loss does. Other collectives queue behind these, "
+            "which the model does not contain. Expected units that only FSDP gathers. "
+            "`fsdp-inspect show RUN exposed` shows the measured waits."
+        )
     events, late_ns = set_waits_apart(run, member, events, is_blocking=is_blocking)
     work = _Builder(run, readings, events, member).build()
     num_unusual = int((~np.isin(member.typical_steps, usual)).sum()) if kind == 0 else 0
@@ -221,6 +234,7 @@ def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> R
         work,
         workload=replace(work.workload, after_ns=work.workload.after_ns + late_ns),
         late_ns=late_ns,
+        by_script=by_script,
         step_time_ns=_time_of_kind(work, readings) if num_other or kind else work.step_time_ns,
         allocatable_bytes=measure_allocatable(run, member.rank),
         kinds_ratios=tuple(each.ratio for each in kinds),
@@ -259,16 +273,11 @@ def _expect_same_collectives(
     for unit, kind in sorted({*ran, *simulated}):
         count = ran[unit, kind] / len(work.steps)
         if count != simulated[unit, kind]:
-            own = of_units & (events.unit == unit) & (events.kind == EventKind.ALL_GATHER)
-            by_script = np.any(own & (events.issued_by == NO_UNIT))
-            why = "the model does not describe how this loop uses FSDP"
-            if by_script:
-                why = "the script gathers this unit itself by unshard(), which is not simulated"
             raise MissingDataError(
                 f"Run {run.manifest.run_id!r} cannot be simulated: the schedule model issues "
                 f"{simulated[unit, kind]} {EventKind(kind).label.replace('_', '-')}s of "
                 f"unit {format_unit(names[unit])} per step, and the run issued {count:g}. Expected "
-                f"equal counts: {why}. "
+                "equal counts: the model does not describe how this loop uses FSDP. "
                 "`fsdp-inspect show RUN exposed` shows the measured waits."
             )
 
@@ -420,7 +429,8 @@ def _observe_plan(run: RunSource) -> Plan:
     member = inspected_rank(run)
     if member is None:
         return plan
-    events = run.events(member.rank, steps=[int(_kinds_of_steps(run, member)[0].steps[0])])
+    first = int(_kinds_of_steps(run, member)[0].steps[0])
+    events, _ = _read_events(run, member.rank, [first])
     reading = read_step(events, _flat_roots(run.manifest))
     accumulation = (reading and _accumulation(run, reading, events)) or Accumulation()
     plan = plan.model_copy(update={"accumulation": accumulation})
@@ -516,12 +526,25 @@ def _flat_roots(manifest: RunManifest) -> Set[int] | None:
     return {unit.index for unit in manifest.units if unit.is_root}
 
 
+def _read_events(
+    run: RunSource, rank: int, steps: Sequence[int]
+) -> tuple[EventTable, frozenset[int]]:
+    """The events of some steps, and the units that the script gathers itself (no events of them).
+
+    See `set_own_collectives_apart`.
+    """
+    events = run.events(rank, steps=steps)
+    if run.manifest.sharder != FSDP2:
+        return events, frozenset()
+    return set_own_collectives_apart(events)
+
+
 def _readings(run: RunSource, rank: int, usual: NDArray[np.int32]) -> Iterator[StepReading]:
     """The first of the usual steps, cut at their boundaries."""
     closest = run.events(rank, steps=[int(usual[0])])
     in_units = np.isin(closest.kind, [EventKind.FORWARD, EventKind.BACKWARD]) & (closest.unit >= 0)
     most = max(min(MAX_STEPS, _MAX_PASSES_OF_UNITS // max(int(in_units.sum()), 1)), 1)
-    events = run.events(rank, steps=np.sort(usual[:most]).tolist())
+    events, _ = _read_events(run, rank, np.sort(usual[:most]).tolist())
     for _, in_step in positions_by_value(events.step):
         reading = read_step(events.where(in_step), _flat_roots(run.manifest))
         if reading is not None:

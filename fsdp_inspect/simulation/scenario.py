@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fsdp_inspect.errors import MissingDataError, PlanError
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import format_unit, listed
 from fsdp_inspect.simulation.memory import (
     MemoryWork,
     PieceMemory,
@@ -261,6 +261,12 @@ class _Regrouping:
         self._mesh = mesh
         self._network = network
         self._assumptions: dict[str, None] = {}
+        by_script = [each.fqn for each in work.units if each.index in work.by_script]
+        if by_script:
+            self._assumptions[
+                f"The script gathers {listed([format_unit(each) for each in by_script], 2)} itself "
+                "by unshard(). These collectives stay as recorded."
+            ] = None
         self._owners = self._assign()
         self._members: dict[str, dict[str, list[int]]] = defaultdict(dict)
         for parameter, shape in recorded.shapes.items():

@@ -175,6 +175,53 @@ def _waits_for_others(events: EventTable) -> NDArray[np.int64]:
     return np.array(found, np.int64).reshape(-1, 2)
 
 
+def set_own_collectives_apart(events: EventTable) -> tuple[EventTable, frozenset[int]]:
+    """Give the collectives that the script starts for a unit, and their copies, to no unit.
+
+    The script gathers a unit with `unshard()`, as the chunked loss of torchtitan does, and runs a
+    backward in it alone, whose reduction belongs to no backward of the unit. Collectives of no unit
+    are a fixed part of the step.
+
+    Args:
+        events: The events of some steps of a rank, of FSDP2.
+
+    Returns:
+        The events, and the units that the script gathers.
+    """
+    gathers = events.kind == EventKind.ALL_GATHER
+    is_early = (events.flags & EventFlag.PREFETCHED) != 0
+    unshards = gathers & is_early & (events.issued_by == NO_UNIT) & (events.unit != NO_UNIT)
+    units = frozenset(np.unique(events.unit[unshards]).tolist())
+    apart = np.zeros(len(events), np.bool_)
+    for unit in units:
+        own = events.unit == unit
+        backwards = own & (events.kind == EventKind.BACKWARD)
+        known = set(zip(events.step[backwards], events.microbatch[backwards], strict=True))
+        reductions = own & (events.kind == EventKind.REDUCE_SCATTER)
+        for row in np.flatnonzero(own & (unshards | reductions)).tolist():
+            of_hooks = (events.step[row], events.microbatch[row]) in known
+            if unshards[row] or not of_hooks:
+                apart[row] = True
+                apart[list(_parts_of(events, own, row))] = True
+    return replace(events, unit=np.where(apart, NO_UNIT, events.unit)), units
+
+
+def _parts_of(events: EventTable, own: NDArray[np.bool_], row: int) -> Iterator[int]:
+    """The copies and the wait of a collective of a unit: the nearest ones in time."""
+    kind = EventKind(int(events.kind[row]))
+    is_gather = kind is EventKind.ALL_GATHER
+    first = EventKind.ALL_GATHER_COPY_IN if is_gather else EventKind.REDUCE_SCATTER_COPY_IN
+    before = np.flatnonzero(own & (events.kind == first))
+    before = before[events.start_ns[before] <= events.start_ns[row]]
+    if len(before):
+        yield int(before[np.argmax(events.start_ns[before])])
+    for later in (WAIT_OF[kind], EventKind.ALL_GATHER_COPY_OUT if is_gather else None):
+        after = np.flatnonzero(own & (events.kind == later)) if later is not None else before[:0]
+        after = after[events.end_ns[after] >= events.end_ns[row]]
+        if len(after):
+            yield int(after[np.argmin(events.end_ns[after])])
+
+
 class _Place(NamedTuple):
     """A stretch with its time on the clock, waits and copies included."""
 

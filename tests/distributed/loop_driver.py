@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -135,6 +135,26 @@ def chunked_loss(model: nn.Module, tokens: torch.Tensor) -> None:
     hidden.backward(detached.grad)
 
 
+def gathered_head(model: nn.Module, tokens: torch.Tensor) -> None:
+    """torchtitan's loss: the script gathers the head for all chunks, and reduces it once."""
+    hidden = model(tokens, has_head=False)
+    detached = hidden.detach().requires_grad_()
+    head: FSDPModule = model.head  # type: ignore[assignment]
+    head.set_reshard_after_forward(False)
+    head.set_reshard_after_backward(False)
+    head.set_requires_gradient_sync(False, recurse=False)
+    head.unshard()
+    chunks = detached.chunk(4, dim=1)
+    for number, chunk in enumerate(chunks):
+        if number == len(chunks) - 1:
+            head.set_requires_gradient_sync(True, recurse=False)
+        head(chunk).float().logsumexp(-1).mean().backward()  # type: ignore[operator]
+    head.set_reshard_after_forward(True)
+    head.set_reshard_after_backward(True)
+    head.reshard()
+    hidden.backward(detached.grad)
+
+
 def two_losses(model: nn.Module, tokens: torch.Tensor) -> None:
     """Two backwards of one forward."""
     logits = model(tokens)
@@ -241,8 +261,9 @@ def _update(model: nn.Module) -> None:
 
 LOOPS: dict[str, Step] = {
     each.__name__: each
-    for each in (plain, chunked_loss, two_losses, pipelined, siamese, reference, discarded,
-                 generating, evaluating, failing, accumulating, teaching, truncated, sharpness)
+    for each in (plain, chunked_loss, gathered_head, two_losses, pipelined, siamese, reference,
+                 discarded, generating, evaluating, failing, accumulating, teaching, truncated,
+                 sharpness)
 }  # fmt: skip
 _MODELS = (
     *("shared_layer", "checkpointed", "frozen", "tied", "wrapped", "without_root"),
@@ -284,6 +305,8 @@ def shard(loop: str, roots: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Make each block a unit, and the rest of each model its root unit."""
     for root in roots:
         parts = [*root.layers, *([root.head] if loop == "chunked_loss" else [])]
+        if loop == "gathered_head":
+            fully_shard([root.norm, root.head], mesh=mesh)
         if loop == "without_root":
             parts += [root.embedding, root.norm, root.head]
         for part in parts:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.analysis.plan_check.check import check_plan
+from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.run import Run, open_run
 from fsdp_inspect.simulation.recorded import measure_work
+from fsdp_inspect.simulation.step_pieces import set_own_collectives_apart
 from fsdp_inspect.trace.codes import EventKind
 from tests.conftest import Torchrun
 from tests.distributed.loop_driver import LOOPS
@@ -49,7 +51,7 @@ def test_the_recorded_step_is_replayed(run: Run) -> None:
         assert min(abs(simulation.memory_error), abs(other.memory_error or 0)) < 0.01
 
 
-IN_VIRTUAL_TIME = ("adapters", "quantized", "experts", "truncated", "sharpness", "teaching")
+IN_VIRTUAL_TIME = (*("adapters", "quantized", "experts", "truncated", "sharpness", "teaching"),)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("emulated")
     network = ("--world-size=8", "--bandwidth=300MB/s", "--latency=200us", "--no-verdict")
     clock = (sys.executable, "-m", "tests.studies.validation.virtual_time", "fsdp_inspect.emulate")
-    command = [*clock, *network, str(DRIVER), str(folder), *IN_VIRTUAL_TIME]
+    command = [*clock, *network, str(DRIVER), str(folder), *IN_VIRTUAL_TIME, "gathered_head"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return folder
 
@@ -75,10 +77,23 @@ def test_a_simulation_without_a_change_is_the_recorded_step(emulated: Path, loop
     expect_bytes_of(simulation, run.source.manifest.units)
 
 
+def test_collectives_of_the_script_are_simulated_only_where_none_queue_behind_them(
+    emulated: Path, recorded: Path
+) -> None:
+    with pytest.raises(MissingDataError, match=r"gathers a unit by unshard\(\), as torchtitan"):
+        open_run(emulated / "gathered_head").simulate()
+    run = open_run(recorded / "gathered_head")
+    assert run.simulate().assumptions[0].startswith("The script gathers norm, head itself")
+    advice = run.advise()
+    assert advice.plan is not None
+    assert all(("norm", "head") in {unit.modules for unit in point.plan.units}
+               for point in advice.plan.front)  # fmt: skip
+
+
 def test_each_pass_has_the_collectives_that_ran(run: Run) -> None:
     """The simulated step gathers and reduces each unit as often as the recorded one."""
     work = measure_work(run.source)
-    recorded = run.source.events(work.rank, steps=work.steps)
+    recorded, _ = set_own_collectives_apart(run.source.events(work.rank, steps=work.steps))
     for kind in ("ALL_GATHER", "REDUCE_SCATTER"):
         played = [span.unit for span in work.simulate().spans if span.kind.name == kind]
         ran = recorded.where(recorded.kind == EventKind[kind])

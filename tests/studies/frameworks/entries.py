@@ -113,8 +113,7 @@ ENTRIES = (
         "(by SUM), and sets `--parallelism.spmd-backend partial_dtensor`. torch 2.13 lacks "
         "`set_timeout`, so the test adds one that does nothing. Sequences are short, and the data "
         "are random tokens. Its chunked loss calls `unshard()` on the head, so the plan check does "
-        "not compare the all-gathers of that unit, and the step is not simulated.",
-        is_simulated=False,
+        "not compare the all-gathers of that unit, and the step is simulated on CPU only.",
         scalars=frozenset({"loss", "grad_norm", "validation_loss"}),
     ),
     Entry(
