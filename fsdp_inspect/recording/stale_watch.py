@@ -8,7 +8,7 @@ shards change: the root of a teacher, which no backward reshards, or any unit af
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,7 @@ from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.correctness import UnitsSeen
 
-_UNITS = 64
+_UNITS = 16
 """Units that are looked at; those without trained parameters first."""
 
 
@@ -55,7 +55,8 @@ class StaleWatch:
         """What was seen until now; None: nothing new."""
         for index, frozen in list(self._frozen.items()):
             if version_of(frozen.parameter) != frozen.version:
-                self._note_change(index, torch.tensor(True))
+                self._note_change(index)
+                self._has_news = True
         if not self._has_news:
             return None
         self._has_news = False
@@ -80,29 +81,42 @@ class StaleWatch:
     @torch.no_grad()
     def look_at_frozen(self) -> None:
         """Compare the values of units without trained parameters with the first ones."""
-        for index, frozen in list(self._frozen.items()):
-            differ = torch.ne(_sample(frozen.parameter), frozen.values).any()
-            self._late.read(differ, partial(self._note_change, index))
+        self._read(
+            {
+                index: torch.ne(_sample(frozen.parameter), frozen.values).any()
+                for index, frozen in self._frozen.items()
+            },
+            self._note_change,
+        )
 
     @torch.no_grad()
     def after_update(self) -> None:
         """Look at the units that are unsharded."""
+        differ = {}
         for index, unit in self._units:
-            differ = [torch.ne(old, new).any() for old, new in unit.unsharded_and_sharded()]
-            if differ:
-                keep = partial(self._note_stale, index, self._num_looks)
-                self._late.read(torch.stack(differ).any(), keep)
+            pairs = unit.unsharded_and_sharded()
+            if pairs:
+                differ[index] = torch.stack([torch.ne(old, new).any() for old, new in pairs]).any()
+        self._read(differ, partial(self._note_stale, self._num_looks))
 
-    def _note_stale(self, index: int, look: int, is_stale: torch.Tensor) -> None:
-        if is_stale:
-            self._stale[index].add(look)
-            self._has_news = True
+    def _read(self, differ: dict[int, torch.Tensor], note: Callable[[int], None]) -> None:
+        """Call `note` with each unit whose values differ, when they have arrived."""
 
-    def _note_change(self, index: int, has_changed: torch.Tensor) -> None:
-        if has_changed:
-            self._changed.add(index)
-            self._frozen.pop(index, None)
-            self._has_news = True
+        def keep(found: torch.Tensor) -> None:
+            for index, is_other in zip(differ, found.tolist(), strict=True):
+                if is_other:
+                    note(index)
+                    self._has_news = True
+
+        if differ:
+            self._late.read(torch.stack(list(differ.values())), keep)
+
+    def _note_stale(self, look: int, index: int) -> None:
+        self._stale[index].add(look)
+
+    def _note_change(self, index: int) -> None:
+        self._changed.add(index)
+        self._frozen.pop(index, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,9 +178,9 @@ def _waits_for_others(events: EventTable) -> NDArray[np.int64]:
 def set_own_collectives_apart(events: EventTable) -> tuple[EventTable, frozenset[int]]:
     """Give the collectives that the script starts for a unit, and their copies, to no unit.
 
-    The script gathers a unit with `unshard()`, as the chunked loss of torchtitan does, and runs a
-    backward in it alone, whose reduction belongs to no backward of the unit. Collectives of no unit
-    are a fixed part of the step.
+    The script gathers a unit once more with `unshard()`, as the chunked loss of torchtitan does,
+    and runs a backward in it alone, whose reduction belongs to no backward of the unit. Collectives
+    of no unit are a fixed part of the step.
 
     Args:
         events: The events of some steps of a rank, of FSDP2.
@@ -188,13 +188,15 @@ def set_own_collectives_apart(events: EventTable) -> tuple[EventTable, frozenset
     Returns:
         The events, and the units that the script gathers.
     """
-    gathers = events.kind == EventKind.ALL_GATHER
+    gathers = (events.kind == EventKind.ALL_GATHER) & (events.unit != NO_UNIT)
     is_early = (events.flags & EventFlag.PREFETCHED) != 0
-    unshards = gathers & is_early & (events.issued_by == NO_UNIT) & (events.unit != NO_UNIT)
-    units = frozenset(np.unique(events.unit[unshards]).tolist())
+    unshards = gathers & is_early & (events.issued_by == NO_UNIT)
+    in_forward = gathers & ~unshards & (events.phase == Phase.FORWARD)
     apart = np.zeros(len(events), np.bool_)
-    for unit in units:
+    for unit in np.unique(events.unit[unshards]).tolist():
         own = events.unit == unit
+        # Where the forward gathers nothing, the script has gathered for it: a prefetch by hand.
+        own &= np.isin(events.step, events.step[own & in_forward])
         backwards = own & (events.kind == EventKind.BACKWARD)
         known = set(zip(events.step[backwards], events.microbatch[backwards], strict=True))
         reductions = own & (events.kind == EventKind.REDUCE_SCATTER)
@@ -203,6 +205,7 @@ def set_own_collectives_apart(events: EventTable) -> tuple[EventTable, frozenset
             if unshards[row] or not of_hooks:
                 apart[row] = True
                 apart[list(_parts_of(events, own, row))] = True
+    units = frozenset(np.unique(events.unit[apart]).tolist())
     return replace(events, unit=np.where(apart, NO_UNIT, events.unit)), units
 
 
