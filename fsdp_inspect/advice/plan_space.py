@@ -209,9 +209,10 @@ class Space:
         inner = [unit for unit in plan.inner_units if not self._lacks_backward(unit)]
         reshards = _reshards(inner, choice)
         if choice.keep_root is not None:
-            roots = [unit.name for unit in plan.units if not self._lacks_backward(unit)]
-            roots = [name for name in plan.fsdp_roots if name in roots]
-            reshards |= dict.fromkeys(roots, not choice.keep_root)
+            roots = [unit for unit in plan.units if unit.name in plan.fsdp_roots]
+            reshards |= {
+                unit.name: not choice.keep_root for unit in roots if not self._lacks_backward(unit)
+            }
         units = [_changed(unit, choice, reshards.get(unit.name)) for unit in plan.units]
         if choice.embedding_in_backward is not None:
             kept = {"unshard_in_backward": choice.embedding_in_backward}
@@ -276,20 +277,7 @@ def make_space(work: RecordedWork, plan: Plan, changed: Collection[int] | None =
         for unit, policy in zip(work.units, work.workload.policies, strict=True)
         if _is_plain_embedding(unit) and policy.reshard_after_forward and policy.unshard_in_backward
     )
-    in_backward = {
-        unit
-        for one in work.workload.passes
-        for what, unit in one.tape
-        if what is Op.ENTER and not one.is_forward
-    }
-    lacking = {
-        at: unit
-        for at, unit in enumerate(work.units)
-        if not unit.num_trainable_parameters and at not in in_backward
-    }
-    root_of = plan.root_of_units
-    others = {root_of.get(unit.fqn) for at, unit in enumerate(work.units) if at not in lacking}
-    alone = [unit for unit in lacking.values() if root_of.get(unit.fqn) not in others]
+    alone = _find_teachers(work, plan)
     unchanged = {
         module
         for unit in alone
@@ -315,6 +303,24 @@ def make_space(work: RecordedWork, plan: Plan, changed: Collection[int] | None =
         find_risks=find_risks,
         parameters=parameters,
     )
+
+
+def _find_teachers(work: RecordedWork, plan: Plan) -> list[Unit]:
+    """The frozen units that no backward runs, under a root without any other unit."""
+    in_backward = {
+        unit
+        for one in work.workload.passes
+        for what, unit in one.tape
+        if what is Op.ENTER and not one.is_forward
+    }
+    lacking = {
+        at: unit
+        for at, unit in enumerate(work.units)
+        if not unit.num_trainable_parameters and at not in in_backward
+    }
+    root_of = plan.root_of_units
+    others = {root_of.get(unit.fqn) for at, unit in enumerate(work.units) if at not in lacking}
+    return [unit for unit in lacking.values() if root_of.get(unit.fqn) not in others]
 
 
 def _is_plain_embedding(unit: Unit) -> bool:

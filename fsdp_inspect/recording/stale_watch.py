@@ -56,7 +56,6 @@ class StaleWatch:
         for index, frozen in list(self._frozen.items()):
             if version_of(frozen.parameter) != frozen.version:
                 self._note_change(index)
-                self._has_news = True
         if not self._has_news:
             return None
         self._has_news = False
@@ -106,17 +105,18 @@ class StaleWatch:
             for index, is_other in zip(differ, found.tolist(), strict=True):
                 if is_other:
                     note(index)
-                    self._has_news = True
 
         if differ:
             self._late.read(torch.stack(list(differ.values())), keep)
 
     def _note_stale(self, look: int, index: int) -> None:
         self._stale[index].add(look)
+        self._has_news = True
 
     def _note_change(self, index: int) -> None:
         self._changed.add(index)
         self._frozen.pop(index, None)
+        self._has_news = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,6 +191,8 @@ def set_own_collectives_apart(events: EventTable) -> tuple[EventTable, frozenset
     gathers = (events.kind == EventKind.ALL_GATHER) & (events.unit != NO_UNIT)
     is_early = (events.flags & EventFlag.PREFETCHED) != 0
     unshards = gathers & is_early & (events.issued_by == NO_UNIT)
+    if not unshards.any():
+        return events, frozenset()
     in_forward = gathers & ~unshards & (events.phase == Phase.FORWARD)
     apart = np.zeros(len(events), np.bool_)
     for unit in np.unique(events.unit[unshards]).tolist():

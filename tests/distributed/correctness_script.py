@@ -9,7 +9,7 @@ import copy
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
@@ -141,6 +141,13 @@ def token_means_halved(folder: Path) -> None:
     train(folder, model, adam(model), data, lambda *given: loss_of(*given) / 2)
 
 
+@torch.no_grad()
+def follow(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Move each teacher's parameter half of the way to the student's."""
+    for own, other in pairs:
+        own.lerp_(other, 0.5)
+
+
 def learn_from_teacher(
     folder: Path, *, root: bool | None = None, moves: bool = True, reshards: bool = False
 ) -> None:
@@ -159,12 +166,11 @@ def learn_from_teacher(
     pairs = list(zip(teacher.parameters(), student.parameters(), strict=True))
 
     def loss(_: nn.Module, batch: Batch) -> torch.Tensor:
+        if moves:
+            follow(pairs)
+        if reshards:
+            teacher.reshard()
         with torch.no_grad():
-            if moves:
-                for own, other in pairs:
-                    own.lerp_(other, 0.5)
-            if reshards:
-                teacher.reshard()
             target = teacher(batch[0])
         return loss_of(student, batch) + F.mse_loss(student(batch[0]), target)
 
@@ -223,9 +229,7 @@ def teacher_under_one_root(folder: Path) -> None:
     pairs = list(zip(model.teacher.parameters(), model.student.parameters(), strict=True))
 
     def loss(_: nn.Module, batch: Batch) -> torch.Tensor:
-        with torch.no_grad():
-            for own, other in pairs:
-                own.lerp_(other, 0.5)
+        follow(pairs)
         return loss_of(model, batch)
 
     train(folder, model, adam(model.student), batches(), loss)

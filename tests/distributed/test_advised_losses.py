@@ -13,8 +13,7 @@ import pytest
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
 from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.snippets import write_snippet
-from fsdp_inspect.run import open_run as open_for_users
-from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.run import open_run
 from fsdp_inspect.trace.plan import Plan
 from tests.conftest import Torchrun
 from tests.distributed.advised_script import LOOPS, Advised
@@ -65,7 +64,8 @@ def find_choices(scorer: PlanScorer) -> Iterator[Choice]:
 
 def find_changes(folder: Path, loop: str) -> Iterator[Advised]:
     """The code and the plan of each change, and the code of each finding."""
-    scorer = PlanScorer(open_run(folder / loop)) if loop != "ddp" else None
+    run = open_run(folder / loop)
+    scorer = PlanScorer(run.source) if loop != "ddp" else None
     for choice in find_choices(scorer) if scorer else ():
         if scorer.score_all([choice]) and scorer.space.plan_of(choice) != scorer.space.plan:
             [setting] = choice.changed
@@ -75,7 +75,7 @@ def find_changes(folder: Path, loop: str) -> Iterator[Advised]:
                 yield Advised(loop, setting, code=code)
             if after.fsdp1 is None and setting != "accumulation_sync":
                 yield Advised(loop, setting, plan=after.to_toml())
-    for finding in open_for_users(folder / loop).advise().findings:
+    for finding in run.advise().findings:
         if finding.snippet:
             yield Advised(loop, finding.rule, code=finding.snippet)
 
@@ -104,7 +104,8 @@ def outcomes(
     changes = []
     for loop in loops:
         found = [*find_changes(folder, loop)]
-        changes += [*found[::every], *(each for each in found if each.setting.startswith("R"))]
+        of_findings = [each for each in found if each.setting.startswith("R")]
+        changes += dict.fromkeys([*found[::every], *of_findings])
     changes.append(keep_teacher(folder))
     listed = list(map(asdict, changes))
     (folder / "changes.json").write_text(json.dumps(listed))
@@ -117,7 +118,7 @@ def outcomes(
 
 def keep_teacher(folder: Path) -> Advised:
     """A plan that keeps the teacher unsharded, so that its moving average is never gathered."""
-    plan = Plan.from_dict(open_run(folder / "teacher").manifest.plan)
+    plan = Plan.from_dict(open_run(folder / "teacher").source.manifest.plan)
     names = [name for name in plan.unit_names if name.startswith("teacher")]
     kept = plan.change(names, reshard_after_forward=False)
     return Advised("teacher", HARMFUL, plan=kept.to_toml())

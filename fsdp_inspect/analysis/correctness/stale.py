@@ -29,18 +29,23 @@ def check_stale(observed: Observed) -> Iterator[TrainingFault]:
             for index, count in seen.stale.items()
             if count >= _LEAST_LOOKS and 2 * count >= seen.num_looks
         }
-        wrong = sorted(index for index in counts if _runs_without_gather(observed, rank, index))
+        wrong = _run_without_gather(observed, rank, sorted(counts)) if counts else []
         if wrong:
             yield _describe(observed, rank, wrong, counts[wrong[0]], seen.num_looks)
             return
 
 
-def _runs_without_gather(observed: Observed, rank: int, unit: int) -> bool:
+def _run_without_gather(observed: Observed, rank: int, units: list[int]) -> list[int]:
     kinds = [int(EventKind.FORWARD), int(EventKind.ALL_GATHER)]
     events = observed.run.events(rank, kinds=kinds)
-    events = events.where((events.unit == unit) & (events.phase == Phase.FORWARD))
-    run, gathered = (np.unique(events.step[events.kind == kind]) for kind in kinds)
-    return len(run) >= 2 and len(gathered) < len(run)
+    events = events.where(events.phase == Phase.FORWARD)
+    found = []
+    for unit in units:
+        own = events.where(events.unit == unit)
+        run, gathered = (np.unique(own.step[own.kind == kind]) for kind in kinds)
+        if len(run) >= 2 and len(gathered) < len(run):
+            found.append(unit)
+    return found
 
 
 def _describe(
