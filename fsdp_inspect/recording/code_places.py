@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from fsdp_inspect.trace.black_box import CodePlace
 
@@ -34,6 +35,10 @@ _INSTALLED = ("site-packages", "dist-packages")
 _SKIPPED, _MODULE, _LIBRARY, _USER = range(4)
 _CALL_OF_MODULE = str(Path("torch", "nn", "modules", "module.py"))
 _MAX_PLACES = 1000
+_KEEPS_VARIABLES = sys.version_info < (3, 13)
+_UNSHARED = 3
+"""The references to a copy of variables that only its frame and `read_variables` use."""
+T = TypeVar("T")
 
 
 def package_of(frame: FrameType) -> str | None:
@@ -49,6 +54,27 @@ def package_of(frame: FrameType) -> str | None:
         if name in parts:
             return parts[parts.index(name) + 1].removesuffix(".py")
     return None if file.startswith(("<", _STANDARD_LIBRARY)) else ""
+
+
+def read_variables(frame: FrameType, read: Callable[[Mapping[str, Any]], T]) -> T:
+    """Read variables of a function that runs in this thread, and do not keep them alive.
+
+    Before Python 3.13, `f_locals` of a function is a copy, which its frame keeps until the function
+    returns: a tensor that the function deletes would stay in memory. So the copy is emptied, unless
+    it has other users: `locals()` in the function returns the same copy, and debuggers write it
+    back.
+
+    Args:
+        frame: The frame of the function.
+        read: Reads the variables.
+    """
+    variables = frame.f_locals
+    try:
+        return read(variables)
+    finally:
+        is_copy = _KEEPS_VARIABLES and frame.f_code.co_flags & CO_OPTIMIZED
+        if is_copy and sys.gettrace() is None and sys.getrefcount(variables) == _UNSHARED:
+            variables.clear()
 
 
 def find_calling_line(frame: FrameType | None) -> str:

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from fsdp_inspect.recording.code_places import read_variables
 from fsdp_inspect.recording.collectives import (
     Communication,
     TimedWork,
@@ -520,9 +521,11 @@ class DistCalls:
         kind = _KIND_OF_BACKWARD.get(caller.f_code.co_name)
         if kind is None or caller.f_globals is not vars(functional):
             return None
-        local = caller.f_locals
-        message = local["output" if kind == EventKind.ALL_GATHER else "grad_output"]
-        group = resolve_group(local["group_name"])
+        of_message = "output" if kind == EventKind.ALL_GATHER else "grad_output"
+        message, group_name = read_variables(
+            caller, lambda found: (found[of_message], found["group_name"])
+        )
+        group = resolve_group(group_name)
         communication = self._begin(kind, message, group, is_functional=True)
         if communication is not None:
             communication.flags |= EventFlag.ASYNC

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -80,8 +81,10 @@ def describe_failure(error: BaseException, session: Session, units: Sequence[Uni
 
 
 def frames_of(error: BaseException) -> list[FrameType]:
-    """The frames of an error's traceback, the innermost first."""
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    """The frames of the functions that an error has ended, the innermost first."""
+    running = {frame for frame, _ in traceback.walk_stack(sys._getframe())}
+    passed = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [frame for frame in reversed(passed) if frame not in running]
 
 
 def _text_of(error: BaseException) -> str:

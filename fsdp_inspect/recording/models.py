@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from torch import nn
+
+from fsdp_inspect.recording.code_places import read_variables
 
 
 class Models(nn.Module):
@@ -91,21 +93,17 @@ def name_models(models: Sequence[nn.Module], frame: FrameType | None = None) -> 
 
 def _variable_of(model: nn.Module, frame: FrameType | None) -> str:
     """The variable of the frame, or the attribute of its `self`, that holds the model."""
-    for scope in _scopes(frame):
-        for name, value in scope.items():
-            if value is model and name.isidentifier() and not name.startswith("_"):
-                return name
-    return ""
-
-
-def _scopes(frame: FrameType | None) -> Iterator[Mapping[str, object]]:
     if frame is None:
-        return
-    yield frame.f_locals
-    owner = frame.f_locals.get("self")
-    if owner is not None and not isinstance(owner, nn.Module):
-        yield getattr(owner, "__dict__", {})
-    yield frame.f_globals
+        return ""
+    name, owner = read_variables(frame, lambda found: (_name_in(found, model), found.get("self")))
+    has_scope = owner is not None and not isinstance(owner, nn.Module)
+    of_owner = getattr(owner, "__dict__", {}) if has_scope else {}
+    return name or _name_in(of_owner, model) or _name_in(frame.f_globals, model)
+
+
+def _name_in(scope: Mapping[str, object], model: nn.Module) -> str:
+    names = (name for name, value in scope.items() if value is model)
+    return next((each for each in names if each.isidentifier() and each[0] != "_"), "")
 
 
 def _calling_frame() -> FrameType | None:

@@ -78,6 +78,7 @@ class Position:
         "opened_ns",
         "phase",
         "plain_ns",
+        "running_units",
         "samples_boundaries",
         "skips_reduction",
         "step",
@@ -116,6 +117,9 @@ class Position:
         """The depth of each unit's first module in the model."""
         self.unit_of: dict[int, int] = {}
         """The unit of each module that is one, by its `id`."""
+        self.running_units: Callable[[], Sequence[int]] = lambda: ()
+        """The units whose pass runs now, as the sharder knows them without hooks; from any thread.
+        """
         self.execution_order: list[int] = []
         """Units in the order of the first recorded forward."""
         self.graph_units = set[int]()
@@ -304,13 +308,17 @@ class Session(Position):
         """The innermost unit on the host's stack, or -1, and the phase.
 
         Args:
-            frames: That stack, the innermost frame first. In a plain step, in which hooks do not
-                note the units, it shows the module that runs in a forward.
+            frames: Frames of functions that an error has ended, the innermost first. In a plain
+                step, in which hooks do not note the units, they show the module that ran. Frames
+                of running functions are not read: see `code_places.read_variables`.
         """
         if self.wants_detail:
             return self.issuing_unit(), int(self.phase)
         modules = (self.unit_of.get(id(frame.f_locals.get("self"))) for frame in frames)
-        unit = next((unit for unit in modules if unit is not None), NO_UNIT)
+        unit = next((unit for unit in modules if unit is not None), None)
+        if unit is None:
+            running = self.running_units()
+            unit = max(running, key=self.unit_depths.__getitem__, default=NO_UNIT)
         return unit, int(self.phase)
 
     @property

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
-from fsdp_inspect.recording.code_places import FRAMEWORKS, package_of
+from fsdp_inspect.recording.code_places import FRAMEWORKS, package_of, read_variables
 from fsdp_inspect.recording.environment import mask_secrets
 from fsdp_inspect.recording.process_life import begin_sharding, end_sharding
 from fsdp_inspect.trace.run import ShardingCall, SourceLines, UserStatement
@@ -174,14 +174,16 @@ def _packages_around(frame: FrameType | None) -> tuple[str, ...]:
 
 
 def _variable_of(frame: FrameType, module: Any) -> str:
-    names = (name for name, value in frame.f_locals.items() if value is module)
-    return next(names, "")
+    return read_variables(
+        frame, lambda found: next((name for name, each in found.items() if each is module), "")
+    )
 
 
 def _settings_of(frame: FrameType, package: str) -> dict[str, Any]:
     """The settings of a framework that are visible in one of its frames."""
     if package == "accelerate":
-        plugin = getattr(getattr(frame.f_locals.get("self"), "state", None), "fsdp_plugin", None)
+        owner = read_variables(frame, lambda found: found.get("self"))
+        plugin = getattr(getattr(owner, "state", None), "fsdp_plugin", None)
         return {} if plugin is None else _accelerate_settings(plugin)
     return {}
 

@@ -13,7 +13,6 @@ import shlex
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -171,9 +170,7 @@ class Watchdog:
     def header(self) -> Header:
         """The state of this rank now."""
         session, box = self._session, self._box
-        stack = sys._current_frames().get(session.training_thread)
-        frames = () if stack is None else (frame for frame, _ in traceback.walk_stack(stack))
-        unit, phase = session.position(frames)
+        unit, phase = session.position()
         return Header(
             rank=self._rank,
             pid=self._pid,

@@ -1,9 +1,14 @@
 """The line of code of a unit's collective: remembered, and looked for again when it changes."""
 
+import sys
+import weakref
+from types import FrameType
+from typing import Any
+
 import torch
 from torch import nn
 
-from fsdp_inspect.recording.code_places import CodePlaces
+from fsdp_inspect.recording.code_places import CodePlaces, read_variables
 
 
 def issue(places: CodePlaces, unit: int = 3) -> int:
@@ -76,3 +81,52 @@ def test_a_place_in_a_model_has_the_line_of_the_loop_that_called_the_model():
     first, last = int(loops[found[0][1]][2]), int(loops[inner.found][2])
     assert last == first + 2
     assert loops[found[0][1]][0].endswith("test_code_places.py")
+
+
+class Big:
+    """An object that a function deletes."""
+
+
+def names_in(frame: FrameType) -> list[str]:
+    return read_variables(frame, list)
+
+
+def test_variables_that_were_read_are_not_kept() -> None:
+    big = Big()
+    seen = weakref.ref(big)
+    assert "big" in names_in(sys._getframe())
+    del big
+    assert seen() is None
+
+
+def test_variables_that_the_function_itself_has_read_stay() -> None:
+    big = Big()
+    own: dict[str, Any] = locals()
+    assert "own" in names_in(sys._getframe())
+    assert own["big"] is big
+
+
+def test_variables_of_a_traced_function_stay() -> None:
+    big = Big()
+
+    def trace(frame: FrameType, *_: Any) -> Any:
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    sys._getframe().f_trace = trace
+    try:
+        assert "big" in names_in(sys._getframe())
+    finally:
+        sys.settrace(before)
+    assert isinstance(big, Big)
+
+
+def test_variables_of_a_class_body_stay() -> None:
+    class Body:
+        first = 1
+        names = names_in(sys._getframe())
+        second = first + 1
+
+    assert "first" in Body.names
+    assert Body.second == 2

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -29,6 +30,8 @@ from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.failure import describe_allocated
 from fsdp_inspect.recording.instruments import Instruments
 from fsdp_inspect.recording.memory import AllocatorReading, MemoryProbe
+from fsdp_inspect.recording.order_check import SHORTEST_INTERVAL_S
+from fsdp_inspect.recording.overhead import FIRST_DETAILED
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
@@ -36,11 +39,12 @@ from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import SIGTERM_FILE
 from fsdp_inspect.store.writer import RankWriter
-from fsdp_inspect.trace.codes import EventKind, Phase, Source
+from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase, Source
 from fsdp_inspect.trace.run import RunStatus
 from tests.torch_versions import needs_pinned_torch, needs_torch
 
 WORLD_SIZE = 4
+PLAIN_STEP = FIRST_DETAILED + 6
 
 
 @pytest.fixture
@@ -100,6 +104,75 @@ def test_a_plain_step_of_another_unit_ends_with_the_optimizer(fake_ranks: None) 
     assert ended == [True, True, True]
     assert box.num_finished == box.num_issued > 0
     assert not session.problems
+
+
+def test_in_a_plain_step_the_position_is_the_unit_that_torch_runs(
+    one_rank: None, tmp_path: Path
+) -> None:
+    model, seen = sharded_model(), list[tuple[int, int]]()
+    with quiet(model, tmp_path / "run", overhead="1%", memory_steps=()) as recorder:
+        train(model, recorder, PLAIN_STEP)
+        session = recorder._attachment.session  # type: ignore[union-attr]
+        model[1].register_forward_hook(lambda *_: seen.append(session.position()), prepend=True)
+        model[2].register_full_backward_hook(lambda *_: seen.append(session.position()))
+        train(model, recorder, 1)
+        seen.append(session.position())
+    assert seen == [(1, Phase.FORWARD), (2, Phase.BACKWARD), (NO_UNIT, Phase.OUTSIDE)]
+
+
+# --- objects of the script
+
+
+class Kept:
+    """An object that the script deletes: a state dict, logits, a batch."""
+
+
+def _alive_after_deletion(path: Path) -> dict[str, bool]:
+    """Which of its objects are alive after this function has deleted them."""
+    before, alive = Kept(), {}
+    model = sharded_model()
+    seen = weakref.ref(before)
+    with quiet(model, path, overhead="1%", memory_steps=()) as recorder:
+        del before
+        alive["before the recorder"] = seen() is not None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(PLAIN_STEP + 1):
+            with recorder.step():
+                logits = Kept()
+                if step == PLAIN_STEP:
+                    time.sleep(4 * SHORTEST_INTERVAL_S)  # the watchdog looks at this rank
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+                seen = weakref.ref(logits)
+                del logits
+                if step == PLAIN_STEP:
+                    alive["in a plain step"] = seen() is not None
+    return alive
+
+
+def test_the_recorder_keeps_no_object_that_the_script_deletes(
+    one_rank: None, tmp_path: Path
+) -> None:
+    alive = _alive_after_deletion(tmp_path / "run")
+    steps = open_run(tmp_path / "run").events(0, kinds=[EventKind.STEP])
+    assert steps.flags[PLAIN_STEP] & EventFlag.PLAIN_STEP
+    assert alive == {"before the recorder": False, "in a plain step": False}
+
+
+def test_an_error_that_the_script_catches_keeps_no_variable(one_rank: None, tmp_path: Path) -> None:
+    def handle() -> bool:
+        big, model = Kept(), sharded_model()
+        seen = weakref.ref(big)
+        try:
+            with quiet(model, tmp_path / "run", overhead="1%", memory_steps=()) as recorder:
+                train(model, recorder, PLAIN_STEP)
+                with recorder.step():
+                    raise ArithmeticError
+        except ArithmeticError:
+            del big
+        return seen() is not None
+
+    assert not handle()
 
 
 # --- refusals

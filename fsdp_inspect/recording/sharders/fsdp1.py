@@ -46,6 +46,7 @@ from fsdp_inspect.recording.torch_api.fsdp1 import (
     FlatParamHandle,
     find_flat_handles,
     has_begun_backward,
+    is_running,
     observe_flat_plan,
     runtime,
     schedule_of,
@@ -166,6 +167,9 @@ class FlatParamHooks:
         self._timers: dict[FlatParamHandle | None, FlatUnitTimer] = {
             unit.handle: unit for unit in self._units
         }
+        session.running_units = lambda: [
+            index for index, unit in enumerate(self._units) if is_running(unit.handle)
+        ]
 
     def attach(self, patches: Patches) -> None:
         """Install the hooks; see `ShardingHooks.attach`."""

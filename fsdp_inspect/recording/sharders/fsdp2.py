@@ -170,6 +170,9 @@ class GroupHooks:
             UnitHooks(session, handle, index, self._roots, memory)
             for index, handle in enumerate(handles)
         ]
+        session.running_units = lambda: [
+            index for index, handle in enumerate(handles) if fsdp2.is_running(handle.group)
+        ]
 
     def attach(self, patches: Patches) -> None:
         """Install the hooks; see `ShardingHooks.attach`."""

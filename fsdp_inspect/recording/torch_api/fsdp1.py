@@ -381,6 +381,11 @@ training_state_of: Callable[[FlatParamHandle], HandleTrainingState] = attrgetter
 """The pass in which a handle is. It runs no Python code, because the hot path uses it."""
 
 
+def is_running(handle: FlatParamHandle) -> bool:
+    """Whether the forward or the backward of the handle's modules runs."""
+    return training_state_of(handle) in (HandleTrainingState.FORWARD, PRE_BACKWARD)
+
+
 def has_begun_backward(handle: FlatParamHandle) -> bool:
     """Whether torch has run the hook of this backward on the handle."""
     return bool(getattr(handle, "_ran_pre_backward_hook", False))
