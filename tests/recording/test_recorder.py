@@ -127,36 +127,41 @@ class Kept:
     """An object that the script deletes: a state dict, logits, a batch."""
 
 
-def _alive_after_deletion(path: Path) -> dict[str, bool]:
-    """Which of its objects are alive after this function has deleted them."""
-    before, alive = Kept(), {}
+def _alive_after_deletion(path: Path, **options: Any) -> set[int | str]:
+    """The steps after which an object is alive that this function has deleted."""
+    before, alive = Kept(), set[int | str]()
     model = sharded_model()
-    seen = weakref.ref(before)
-    with quiet(model, path, overhead="1%", memory_steps=()) as recorder:
+    seen = [weakref.ref(before)]
+    with quiet(model, path, overhead="1%", **options) as recorder:
         del before
-        alive["before the recorder"] = seen() is not None
+        if seen[0]() is not None:
+            alive.add("before")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(PLAIN_STEP + 1):
             with recorder.step():
-                logits = Kept()
+                logits = model(torch.ones(2, 8))
+                loss = logits.sum()
+                loss.backward()
                 if step == PLAIN_STEP:
                     time.sleep(4 * SHORTEST_INTERVAL_S)  # the watchdog looks at this rank
-                model(torch.ones(2, 8)).sum().backward()
                 optimizer.step()
-                seen = weakref.ref(logits)
-                del logits
-                if step == PLAIN_STEP:
-                    alive["in a plain step"] = seen() is not None
+                seen = [weakref.ref(each) for each in (logits, loss, model[0].weight.grad)]
+                optimizer.zero_grad()
+                del logits, loss
+                if any(each() is not None for each in seen):
+                    alive.add(step)
     return alive
 
 
+@pytest.mark.parametrize("numerics_every", [0, 4])
 def test_the_recorder_keeps_no_object_that_the_script_deletes(
-    one_rank: None, tmp_path: Path
+    one_rank: None, tmp_path: Path, numerics_every: int
 ) -> None:
-    alive = _alive_after_deletion(tmp_path / "run")
+    memory_steps = (3, 9) if numerics_every else ()
+    options = {"numerics_every": numerics_every, "memory_steps": memory_steps}
+    assert not _alive_after_deletion(tmp_path / "run", **options)
     steps = open_run(tmp_path / "run").events(0, kinds=[EventKind.STEP])
-    assert steps.flags[PLAIN_STEP] & EventFlag.PLAIN_STEP
-    assert alive == {"before the recorder": False, "in a plain step": False}
+    assert steps.flags[PLAIN_STEP] & EventFlag.PLAIN_STEP or numerics_every
 
 
 def test_an_error_that_the_script_catches_keeps_no_variable(one_rank: None, tmp_path: Path) -> None:
