@@ -4,6 +4,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Protocol
 
 from fsdp_inspect.recording.torch_api.attributes import set_attribute
@@ -19,7 +20,13 @@ class Patches:
         self._undo: list[Callable[[], None]] = []
 
     def set_attribute(self, target: object, name: str, value: Any) -> None:
-        """Set `target.name` on the object itself; `undo` restores or deletes it."""
+        """Set `target.name` on the object itself; `undo` restores or deletes it.
+
+        A function gets the place of the method of a class that it replaces: pickle looks it up.
+        """
+        if isinstance(target, type) and isinstance(value, FunctionType):
+            value.__module__ = target.__module__
+            value.__qualname__ = f"{target.__qualname__}.{name}"
         self._undo.append(set_attribute(target, name, value))
 
     def on_undo(self, callback: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import re
 import signal
 import subprocess
@@ -162,6 +163,17 @@ def test_the_recorder_keeps_no_object_that_the_script_deletes(
     assert not _alive_after_deletion(tmp_path / "run", **options)
     steps = open_run(tmp_path / "run").events(0, kinds=[EventKind.STEP])
     assert steps.flags[PLAIN_STEP] & EventFlag.PLAIN_STEP or numerics_every
+
+
+def test_methods_of_tensors_are_pickled_as_without_the_recorder(
+    fake_ranks: None, tmp_path: Path
+) -> None:
+    model = sharded_model()
+    names = ("item", "tolist", "__getitem__", "backward")
+    with quiet(model, tmp_path / "run") as recorder:
+        train(model, recorder, 1)
+        packed = pickle.dumps([getattr(torch.Tensor, name) for name in names])
+    assert pickle.loads(packed) == [getattr(torch.Tensor, name) for name in names]
 
 
 def test_an_error_that_the_script_catches_keeps_no_variable(one_rank: None, tmp_path: Path) -> None:
