@@ -917,6 +917,7 @@ class Attachment:
         self._model = nn.Module()
         self._sharder.units.clear()
         self.session.checks = self._values = None
+        self.session.running_units = lambda: ()
         del self._instruments, self._memory_steps, self._numerics
 
     def _settle(self, end_s: float) -> None:

@@ -13,12 +13,18 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-def call_after_import(name: str, callback: Callable[[], None]) -> None:
-    """Call back after the module's code has run, or immediately if it is already imported."""
+def call_after_import(name: str, callback: Callable[[], None]) -> Callable[[], None]:
+    """Call back after the module's code has run, or immediately if it is already imported.
+
+    Returns:
+        A function after which the callback is neither called nor kept.
+    """
+    watch = _Watch(name, callback)
     if name in sys.modules:
         callback()
     else:
-        sys.meta_path.insert(0, _Watch(name, callback))
+        sys.meta_path.insert(0, watch)
+    return watch.withdraw
 
 
 class _Watch(MetaPathFinder):
@@ -34,6 +40,11 @@ class _Watch(MetaPathFinder):
         self._searching: set[int] = set()
         """Threads that query the other finders."""
 
+    def withdraw(self) -> None:
+        """Remove this finder."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -48,7 +59,7 @@ class _Watch(MetaPathFinder):
         def run_and_call(module: ModuleType) -> None:
             run(module)
             if self in sys.meta_path:
-                sys.meta_path.remove(self)
+                self.withdraw()
                 self._callback()
 
         loader.exec_module = run_and_call  # type: ignore[method-assign]

@@ -141,7 +141,6 @@ class CheckpointHooks:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._is_saving = False
-        self._is_attached = False
         self.background_saves: deque[tuple[int, int]] = deque(maxlen=MOST_SPANS)
         """Saves that `async_save` completed, as (start, end) in ns."""
         self.has_news = False
@@ -149,16 +148,12 @@ class CheckpointHooks:
 
     def attach(self, patches: Patches) -> None:
         """Wrap the saving functions of all modules that are imported now or later."""
-        self._is_attached = True
-        patches.on_undo(self._forget)
         for module in _SAVES:
-            call_after_import(module, functools.partial(self._wrap, module, patches))
-
-    def _forget(self) -> None:
-        self._is_attached = False
+            withdraw = call_after_import(module, functools.partial(self._wrap, module, patches))
+            patches.on_undo(withdraw)
 
     def _wrap(self, module: str, patches: Patches) -> None:
-        for name in _SAVES[module] if self._is_attached else ():
+        for name in _SAVES[module]:
             original = getattr(sys.modules[module], name, None)
             if original is None:
                 continue

@@ -74,6 +74,16 @@ def test_two_may_wait_for_one_module(package: str) -> None:
     assert sorted(seen) == ["first", "second"]
 
 
+def test_a_callback_that_is_withdrawn_is_not_called(package: str) -> None:
+    before, seen = [*sys.meta_path], list[str]()
+    withdraw = call_after_import(package, lambda: seen.append("called"))
+    withdraw()
+    withdraw()
+    assert sys.meta_path == before
+    importlib.import_module(package)
+    assert not seen
+
+
 def test_a_module_that_is_not_there_is_still_not_found(package: str) -> None:
     call_after_import(f"{package}.missing", lambda: None)
 

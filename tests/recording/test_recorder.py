@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 import re
 import signal
@@ -11,7 +12,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -25,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_inspect import Recorder
 from fsdp_inspect.errors import RecordingError
-from fsdp_inspect.recording import unit_hooks
+from fsdp_inspect.recording import instruments, unit_hooks
 from fsdp_inspect.recording.black_box import BlackBoxWriter
 from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.failure import describe_allocated
@@ -94,14 +95,14 @@ def test_a_plain_step_of_another_unit_ends_with_the_optimizer(fake_ranks: None) 
         ended.append(session.ends_with_optimizer)
         session.end_step()
 
-    instruments = Instruments(session, sharder, probe, None, end_step)
-    instruments.attach()
+    hooks = Instruments(session, sharder, probe, None, end_step)
+    hooks.attach()
     for is_detailed, layers in ((True, model), (False, model), (False, model[1:2])):
-        instruments.choose_detail(is_detailed)
+        hooks.choose_detail(is_detailed)
         assert bool(vars(middle).keys() & {*unit_hooks.WRAPPED_METHODS}) == is_detailed
         layers(torch.ones(2, 8)).sum().backward()
         optimizer.step()
-    instruments.detach()
+    hooks.detach()
     assert ended == [True, True, True]
     assert box.num_finished == box.num_issued > 0
     assert not session.problems
@@ -163,6 +164,35 @@ def test_the_recorder_keeps_no_object_that_the_script_deletes(
     assert not _alive_after_deletion(tmp_path / "run", **options)
     steps = open_run(tmp_path / "run").events(0, kinds=[EventKind.STEP])
     assert steps.flags[PLAIN_STEP] & EventFlag.PLAIN_STEP or numerics_every
+
+
+def wrapped_model() -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):  # one rank shards nothing
+        return FullyShardedDataParallel(
+            nn.Linear(8, 8), use_orig_params=True, device_id=torch.device("cpu")
+        )
+
+
+@pytest.mark.parametrize("make", [sharded_model, wrapped_model])
+def test_a_closed_recorder_keeps_no_model(
+    one_rank: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], nn.Module],
+) -> None:
+    monkeypatch.setattr(instruments, "_SAVES", {"a_package_that_no_script_imports": ("save",)})
+    finders = [*sys.meta_path]
+
+    def record() -> weakref.ref[nn.Module]:
+        model = make()
+        with quiet(model, tmp_path / "run") as recorder:
+            train(model, recorder)
+        return weakref.ref(model)
+
+    seen = record()
+    gc.collect()
+    assert seen() is None
+    assert sys.meta_path == finders
 
 
 def test_methods_of_tensors_are_pickled_as_without_the_recorder(
