@@ -46,7 +46,7 @@ from fsdp_inspect.recording.torch_api.fsdp1 import (
     FlatParamHandle,
     find_flat_handles,
     has_begun_backward,
-    is_running,
+    is_handle_running,
     observe_flat_plan,
     runtime,
     schedule_of,
@@ -168,7 +168,7 @@ class FlatParamHooks:
             unit.handle: unit for unit in self._units
         }
         session.running_units = lambda: [
-            index for index, unit in enumerate(self._units) if is_running(unit.handle)
+            index for index, unit in enumerate(self._units) if is_handle_running(unit.handle)
         ]
 
     def attach(self, patches: Patches) -> None:

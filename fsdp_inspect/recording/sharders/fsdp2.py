@@ -171,7 +171,7 @@ class GroupHooks:
             for index, handle in enumerate(handles)
         ]
         session.running_units = lambda: [
-            index for index, handle in enumerate(handles) if fsdp2.is_running(handle.group)
+            index for index, handle in enumerate(handles) if fsdp2.is_group_running(handle.group)
         ]
 
     def attach(self, patches: Patches) -> None:

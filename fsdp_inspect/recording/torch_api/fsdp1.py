@@ -381,7 +381,7 @@ training_state_of: Callable[[FlatParamHandle], HandleTrainingState] = attrgetter
 """The pass in which a handle is. It runs no Python code, because the hot path uses it."""
 
 
-def is_running(handle: FlatParamHandle) -> bool:
+def is_handle_running(handle: FlatParamHandle) -> bool:
     """Whether the forward or the backward of the handle's modules runs."""
     return training_state_of(handle) in (HandleTrainingState.FORWARD, PRE_BACKWARD)
 

@@ -556,7 +556,7 @@ gather_result_of: Callable[[FSDPParamGroup], Any] = attrgetter("_all_gather_resu
 """The all-gather that was issued and that the group has not yet waited for; None: none."""
 
 
-def is_running(group: FSDPParamGroup) -> bool:
+def is_group_running(group: FSDPParamGroup) -> bool:
     """Whether the forward or the backward of the group's modules runs."""
     return training_state_of(group) in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
