@@ -170,8 +170,9 @@ class GroupHooks:
             UnitHooks(session, handle, index, self._roots, memory)
             for index, handle in enumerate(handles)
         ]
+        groups = [handle.group for handle in handles]
         session.running_units = lambda: [
-            index for index, handle in enumerate(handles) if fsdp2.is_group_running(handle.group)
+            index for index, group in enumerate(groups) if fsdp2.is_group_running(group)
         ]
 
     def attach(self, patches: Patches) -> None:
