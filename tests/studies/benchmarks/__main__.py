@@ -54,6 +54,12 @@ def _budget(options: argparse.Namespace, folder: Path) -> list[Figure]:
     )
 
 
+def _plain(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    from tests.studies.benchmarks.plain import measure_plain
+
+    return measure_plain(folder, rounds=options.plain_rounds)
+
+
 def _stops(options: argparse.Namespace, folder: Path) -> list[Figure]:
     from tests.studies.benchmarks.stops import measure_stops
 
@@ -149,6 +155,7 @@ def _search(options: argparse.Namespace, folder: Path) -> list[Figure]:
 BENCHMARKS: dict[str, Callable[[argparse.Namespace, Path], list[Figure]]] = {
     "overhead": _overhead,
     "budget": _budget,
+    "plain": _plain,
     "stops": _stops,
     "accuracy": _accuracy,
     "size": _size,
@@ -179,6 +186,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budgets", nargs="+", default=["1%", "3%"], metavar="BUDGET")
     _add_count(parser, "--budget-rounds", 12, "paired rounds of the budget benchmark")
     _add_count(parser, "--budget-steps", 500, "steps of one mode in one of these rounds", 100)
+    _add_count(parser, "--plain-rounds", 12, "paired rounds of the benchmark of plain steps")
     _add_count(parser, "--stops-steps", 300, "steps of each part of the stops benchmark")
     _add_count(parser, "--repeats", 1000, "pairs of the event benchmark")
     _add_count(parser, "--accuracy-steps", 20, "profiled steps of the accuracy benchmark")
