@@ -15,12 +15,24 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.mesh_dimensions import GroupDimensions, group_dimensions
-from fsdp_inspect.analysis.step_selection import RankSteps, TypicalSteps, timed_ranks
+from fsdp_inspect.analysis.step_selection import (
+    RankSteps,
+    TypicalSteps,
+    select_steps,
+    timed_ranks,
+)
 from fsdp_inspect.columns import TableSpec, metric_column, text_column, value_column
-from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.errors import IncompleteRunError, MissingDataError
+from fsdp_inspect.formatting import format_ns, format_steps
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.statistics import apportion, apportion_rows
-from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, StepPart
+from fsdp_inspect.trace.codes import (
+    EXPOSED_PART_CODES,
+    PARTS_OF_STEP,
+    EventKind,
+    StepFlag,
+    StepPart,
+)
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of
 
@@ -249,6 +261,7 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
 
     Raises:
         IncompleteRunError: The rank did not complete this step.
+        MissingDataError: The step is plain: its collectives were not recorded.
     """
     rows = run.summary(ranks=[rank], kinds=_KINDS)
     finished = rows.step[rows.kind == EventKind.STEP]
@@ -259,6 +272,16 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
             f"it. Completed steps: {known}. Choose one of them."
         )
     rows = rows.where(rows.step == step)
+    of_step = rows.where(rows.kind == EventKind.STEP)
+    if of_step.flags[0] & StepFlag.PLAIN:
+        detailed = np.array(select_steps(run).detailed)
+        near = sorted(detailed[np.argsort(np.abs(detailed - step), kind="stable")[:2]].tolist())
+        known = f" Near it, {format_steps(near)} have them." if near else ""
+        raise MissingDataError(
+            f"Step {step} of rank {rank} took {format_ns(int(of_step.duration_ns[0]))}. It is a "
+            "plain step: its units and collectives were not recorded, so its exposed time is "
+            f"unknown.{known} To record all steps in detail: --overhead none."
+        )
     sums = np.zeros(max(_KINDS) + 1, dtype=np.int64)
     np.add.at(sums, rows.kind, rows.duration_ns)
     parts = _split_sums(rows.rank[:1], sums[list(_KINDS[:-1])][np.newaxis], np.ones(1, np.int64))

@@ -89,6 +89,7 @@ def measure_breakdown_causes(
 
     Raises:
         IncompleteRunError: The run has no data of the rank, or the rank did not complete the step.
+        MissingDataError: The step is plain: its collectives were not recorded.
     """
     ranks = measure_breakdown(run).ranks
     member = timed_rank(run, rank)

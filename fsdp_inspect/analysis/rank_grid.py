@@ -174,7 +174,8 @@ def _describe(
     selection = select_steps(run)
     # A peak is one of all steps, as in the summary. So are values of steps that no time uses only.
     is_time = metric != "peak_allocated_bytes"
-    skipped = {*selection.warmup, *selection.memory, *selection.plain} if is_time else set[int]()
+    untimed = {*selection.finished} - {*selection.timed}
+    skipped = untimed if is_time else set[int]()
     left_out = tuple(step for step in steps if step in skipped)
     counts = np.array([step not in skipped for step in steps], dtype=bool)
     if not counts.any():

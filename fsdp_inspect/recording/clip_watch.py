@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fsdp_inspect.recording.accumulation_watch import Mark, mark_of
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.patches import Guard, Patches, wrap_call
-from fsdp_inspect.recording.torch_api.autograd import CLIPS
+from fsdp_inspect.recording.torch_api.autograd import CLIPS, multiplies_loss
 from fsdp_inspect.trace.correctness import ClipSeen
 
 _PLACES = 4
@@ -89,7 +89,7 @@ class ClipWatch:
             wrap(kind, "unscale_", self._see_unscale)
 
     def _see_scale(self, scaler: GradScaler, *_: Any) -> None:
-        self._is_scaled = scaler.is_enabled()
+        self._is_scaled = multiplies_loss(scaler)
 
     def _see_unscale(self, *_: Any) -> None:
         self._is_scaled = False

@@ -36,8 +36,8 @@ class CoverageWatch:
         self._graph_units = graph_units
         self.seen = CoverageSeen()
         self._held: set[int] = set()
-        self._known: set[int] = set()
-        """The optimizers that have stepped, by their id."""
+        self._known: dict[int, int] = {}
+        """The number of tensors of each optimizer that has stepped, by its id."""
         self._with_gradient: set[int] = set()
         self._versions: dict[int, int] = {}
         """Parameters that no optimizer held at the last update."""
@@ -49,8 +49,8 @@ class CoverageWatch:
         """Whether a backward ran in the update, as for LBFGS."""
 
     def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has not stepped before."""
-        return id(optimizer) not in self._known
+        """Whether an optimizer, or one with these tensors, has not stepped before."""
+        return self._known.get(id(optimizer)) != _count_tensors(optimizer)
 
     def before_backward(self) -> None:
         """Forget which gradients an update has used: a backward changes them."""
@@ -58,9 +58,14 @@ class CoverageWatch:
         self._has_closure = True
 
     @torch.no_grad()
-    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the parameters that an optimizer is about to update."""
-        self._known.add(id(optimizer))
+    def before_update(self, optimizer: torch.optim.Optimizer, *, is_late: bool = False) -> None:
+        """Look at the parameters that an optimizer is about to update.
+
+        `is_late`: after the first updates, when backwards are no longer seen.
+        """
+        self._known[id(optimizer)] = _count_tensors(optimizer)
+        if is_late:
+            self._used.clear()
         self._has_closure = False
         own = [each for group in optimizer.param_groups for each in group["params"]]
         self._held |= {id(each) for each in own}
@@ -124,3 +129,7 @@ class CoverageWatch:
                 if is_held and not self._with_gradient & set(trained):
                     found.append(index)
         return found
+
+
+def _count_tensors(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)

@@ -122,7 +122,8 @@ class ParameterSamples:
         self._num_updates += 1
         if self._num_updates in (1, 1 + _LATER):
             self._see_buffers(is_first=self._num_updates == 1)
-        step, rate = self._session.step, _rate_of(optimizer)
+        step, chosen = self._session.step, {id(each) for each in self._chosen}
+        rate = _rate_of(optimizer, chosen)
         own = {id(each) for group in optimizer.param_groups for each in group["params"]}
         updated = [id(each) in own for each in self._chosen]
         held: dict[str, list[torch.Tensor | None]] = {}
@@ -307,9 +308,18 @@ def _place_in_mesh(parameter: DTensor) -> tuple[tuple[int, ...], bool]:
     return tuple(part), is_replica
 
 
-def _rate_of(optimizer: torch.optim.Optimizer) -> float:
-    """The largest learning rate of an optimizer's groups; 0 if it is not known on the host."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
+def _rate_of(optimizer: torch.optim.Optimizer, chosen: set[int]) -> float:
+    """The largest learning rate of the groups with a sampled parameter; 0: not known on the host.
+
+    Args:
+        optimizer: The optimizer.
+        chosen: The sampled parameters, by their id.
+    """
+    rates = [
+        group.get("lr")
+        for group in optimizer.param_groups
+        if any(id(each) in chosen for each in group["params"])
+    ]
     known = [
         float(rate)
         for rate in rates

@@ -158,7 +158,7 @@ class TrainingChecks:
             self._quietly(lambda: samples.before_update(optimizer), is_early=False)
 
     def _cover(self, coverage: CoverageWatch, optimizer: torch.optim.Optimizer) -> None:
-        coverage.before_update(optimizer)
+        coverage.before_update(optimizer, is_late=self.is_over)
         self._has_news = True
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -201,8 +201,8 @@ class TrainingChecks:
         if is_stale and seen.num_alike == seen.num_tensors and before is None:
             self._report(
                 f"The optimizer updates no parameter of the model ({seen.place}): its "
-                f"{seen.num_tensors} tensors are those of the model before it was sharded. Create "
-                "the optimizer after the model is sharded."
+                f"{seen.num_tensors} tensors are others with the shapes of the model's. Create the "
+                "optimizer from the parameters that the model has now, after it is sharded."
             )
 
     def _close_round(self, optimizer: torch.optim.Optimizer) -> None:

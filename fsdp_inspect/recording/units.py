@@ -176,9 +176,11 @@ def mark_released(units: Sequence[UnitHandle]) -> None:
 
 def describe_model(model: nn.Module, units: Sequence[UnitHandle]) -> ModelInfo:
     """Describe the model's class and its parameters over all ranks; unsharded ones count once."""
+    gathered = {id(tensor) for unit in units for tensor in unit.gathered_parameters}
     sizes = {
         id(parameter): (parameter.numel(), parameter.requires_grad)
         for parameter in model.parameters()
+        if id(parameter) not in gathered  # the unit has them below
     }
     for unit in units:
         for parameter, numel in zip(unit.local_parameters, unit.full_numels, strict=True):

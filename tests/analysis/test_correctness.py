@@ -71,7 +71,7 @@ def test_advice_on_the_speed_is_that_without_the_mistake() -> None:
     assert mistake.limits
     assert mistake.sentence == "The optimizer updates no parameter of the model."
     assert mistake.do == (
-        "Create the optimizer after the model is sharded, from the parameters that it then has.",
+        "Create the optimizer from the parameters of the model that trains, after it is sharded.",
     )
 
 

@@ -46,7 +46,7 @@ def test_memory_steps_are_left_out_by_flag_and_by_manifest():
     for step in range(4):
         builder.rank(0).step(step, step * 10, step * 10 + 10, is_memory_step=step == 2)
     selection = select_steps(builder.build())
-    assert (selection.memory, selection.timed) == ((1, 2), (0, 3))
+    assert (selection.memory, selection.slowed, selection.timed) == ((1,), (2,), (0, 3))
 
 
 def test_what_is_left_out_is_said_in_words():

@@ -708,8 +708,9 @@ def test_a_recompilation_names_the_guard():
 
 def test_collections_on_one_rank_name_it():
     collected = stop("garbage collection", is_alone=True, num_steps=4)
-    verdict = words_of(stop=collected, exposed_ns=40 * MS)
+    verdict = words_of(stop=collected, exposed_ns=40 * MS, collection_ns=MS // 10)
     assert verdict.sentence == ("Python's garbage collection takes 30% of the step on rank 1.")
+    assert verdict.numbers["garbage_collection_ns"] == collected.duration_ns
     assert "4 of 10 steps have a collection" in verdict.why
 
 

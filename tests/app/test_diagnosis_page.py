@@ -104,7 +104,7 @@ def test_a_mistake_of_the_training_is_stated_once_with_all_changes(
     text = read(app)
     assert text.count("The optimizer updates no parameter of the model") == 1
     assert "Line: job/train.py:7." in text.replace("\\", "")
-    assert "Create the optimizer after the model is sharded" in text
+    assert "Create the optimizer from the parameters of the model that trains" in text
     assert "read the same batches" in text
     assert "Give each rank a part of the data of its own" in text
     assert "Checks of the training without an answer" in app.expander[0].label

@@ -92,7 +92,7 @@ def sharded_over_the_model_dimension(folder: Path) -> None:
     train(folder, shard(make_model(), mesh["tp"]), data)
 
 
-@loop(mistake="No gradient reaches the optimizer: it updates nothing.")
+@loop(mistake="No gradient reaches the optimizer.")
 def replicas_not_reduced(folder: Path) -> None:
     model = shard(make_model(), mesh_of("replicate", "shard"))
     model.set_requires_all_reduce(False)

@@ -623,5 +623,83 @@ def evaluated_on_one_rank(folder: Path, sharder: str) -> None:
             setup.optimizer.zero_grad()
 
 
+# --- what changes after the first steps
+
+
+@loop("fsdp2", "ddp")
+def optimizer_of_each_epoch(folder: Path, sharder: str) -> None:
+    """A new optimizer every two updates, also after those that are observed."""
+    setup = Setup(sharder)
+    with recorded(folder, setup.model):
+        for number, batch in enumerate(many(2 * _STEPS)):
+            if number % 2 == 0:
+                optimizer = torch.optim.AdamW(setup.model.parameters(), lr=1e-3)
+            loss_of(setup.model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop("fsdp2", "ddp")
+def joins_after_the_first_steps(folder: Path, sharder: str) -> None:
+    """The first layer joins the optimizer late, and has gradients before."""
+    setup = Setup(sharder)
+    inner = setup.model.module if sharder == "ddp" else setup.model
+    first = list(inner[0].parameters())
+    known = {id(each) for each in first}
+    others = [each for each in inner.parameters() if id(each) not in known]
+    optimizer = torch.optim.AdamW(others, lr=1e-3)
+    with recorded(folder, setup.model):
+        for number, batch in enumerate(many(2 * _STEPS)):
+            if number == _STEPS + 3:
+                optimizer.add_param_group({"params": first})
+            loss_of(setup.model, batch).backward()
+            optimizer.step()
+            setup.model.zero_grad()
+
+
+@loop("fsdp2")
+def features_first(folder: Path, sharder: str) -> None:
+    """The head learns on detached features, and later everything learns."""
+    setup = Setup(sharder)
+    inner: Any = setup.model
+    is_detached = True
+    inner[1].register_forward_hook(lambda _, __, out: out.detach() if is_detached else out)
+    with recorded(folder, setup.model):
+        for number, batch in enumerate(many(2 * _STEPS)):
+            is_detached = number < _STEPS + 2
+            loss_of(setup.model, batch).backward()
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+
+
+@loop("fsdp2", "ddp")
+def scaled_by_one(folder: Path, sharder: str) -> None:
+    """A scaler that is kept for float16 multiplies by 1, so clipping need not unscale."""
+    setup = Setup(sharder)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1 << 20)
+    with recorded(folder, setup.model):
+        for batch in many():
+            scaler.scale(loss_of(setup.model, batch)).backward()
+            setup.clip(0.01)
+            scaler.step(setup.optimizer)
+            scaler.update()
+            setup.optimizer.zero_grad()
+
+
+@loop("ddp")
+def rate_of_a_part_is_zero(folder: Path, sharder: str) -> None:
+    """The head learns alone, because the rate of the larger rest is 0."""
+    torch.manual_seed(0)
+    base, head = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)), nn.Linear(8, 16)
+    setup = Setup(sharder, nn.Sequential(base, head))
+    groups = [{"params": list(base.parameters()), "lr": 0.0}, {"params": list(head.parameters())}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3)
+    with recorded(folder, setup.model):
+        for batch in many():
+            loss_of(setup.model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 if __name__ == "__main__":
     run_loops(LOOPS, *sys.argv[1:])

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from fsdp_inspect.analysis.breakdown import measure_step_breakdown
 from fsdp_inspect.analysis.step_selection import select_steps
+from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind
 from fsdp_inspect.trace.run import RunSource
@@ -105,6 +107,12 @@ def test_a_plain_step_has_the_rows_of_its_parts_only(case: Case) -> None:
                 if row[0] in PARTS and row[1] == NO_UNIT
             }
             assert alike[step] == kept, step
+
+
+def test_a_plain_step_has_no_exposed_time(case: Case) -> None:
+    plain = next(step for step in range(NUM_STEPS) if step not in DETAILED)
+    with pytest.raises(MissingDataError, match=r"plain step.* exposed time is unknown\. Near it"):
+        measure_step_breakdown(case.alike, rank=0, step=plain)
 
 
 def test_analyses_use_the_steps_that_are_detailed_on_all_ranks(case: Case) -> None:

@@ -59,8 +59,8 @@ def memory_rows(kind, ranks):
 
 @given(st.lists(AMOUNTS, max_size=3), st.integers(0, 3))
 @FEW_EXAMPLES
-def test_memory_is_the_highest_and_that_of_the_last_step(ranks, num_warmup):
-    table = condense_memory(lambda kind: memory_rows(kind, ranks), num_warmup)
+def test_memory_is_the_highest_and_that_of_the_last_step(ranks, first_warm):
+    table = condense_memory(lambda kind: memory_rows(kind, ranks), first_warm)
 
     def found(statistic, kind):
         chosen = table.where((table.statistic == statistic) & (table.kind == kind))
@@ -72,7 +72,7 @@ def test_memory_is_the_highest_and_that_of_the_last_step(ranks, num_warmup):
     assert found(Statistic.HIGHEST, StepPart.PEAK_RESERVED) == highest
     last = {rank: amounts[max(amounts)] for rank, amounts in with_any.items()}
     assert found(Statistic.LAST, StepPart.ALLOCATED_AT_END) == last
-    begin = min((min(amounts) for amounts in with_any.values()), default=0) + num_warmup
+    begin = first_warm
     if all(max(amounts) < begin for amounts in with_any.values()):
         begin = 0
     warm = {

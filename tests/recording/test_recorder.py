@@ -37,7 +37,7 @@ from fsdp_inspect.recording.overhead import FIRST_DETAILED
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.find import find_sharder
 from fsdp_inspect.recording.sharders.fsdp2 import Fsdp2
-from fsdp_inspect.recording.units import ProcessGroups
+from fsdp_inspect.recording.units import ProcessGroups, describe_model
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.store.schema import SIGTERM_FILE
 from fsdp_inspect.store.writer import RankWriter
@@ -120,6 +120,17 @@ def test_in_a_plain_step_the_position_is_the_unit_that_torch_runs(
         train(model, recorder, 1)
         seen.append(session.position())
     assert seen == [(1, Phase.FORWARD), (2, Phase.BACKWARD), (NO_UNIT, Phase.OUTSIDE)]
+
+
+def test_parameters_that_a_forward_has_gathered_count_once(fake_ranks: None) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    sharder = Fsdp2.find(model)
+    assert sharder is not None
+    assert describe_model(model, sharder.units).num_parameters == 3 * (8 * 8 + 8)
 
 
 # --- objects of the script

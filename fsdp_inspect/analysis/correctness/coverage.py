@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
 from fsdp_inspect.formatting import format_unit, plural
+from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.correctness import CoverageSeen
 
 _LEAST_UPDATES = 3
@@ -76,6 +77,9 @@ def _missing(observed: Observed, seen: _Seen) -> TrainingFault | None:
 def _without(observed: Observed, seen: _Seen) -> TrainingFault | None:
     units = observed.run.manifest.units
     wrong = set.intersection(*(set(each.units_without) for each in seen.values()))
+    if wrong:  # a backward after the first updates may have reached them
+        rows = observed.run.summary(ranks=[min(seen)], kinds=[EventKind.REDUCE_SCATTER])
+        wrong -= set(rows.unit.tolist())
     names = [format_unit(units[each].fqn) for each in sorted(wrong) if each < len(units)]
     optimizers = [one for rank in seen for one in observed.seen[rank].optimizers]
     if not names or not any(one.num_with_gradient for one in optimizers):
@@ -89,9 +93,9 @@ def _without(observed: Observed, seen: _Seen) -> TrainingFault | None:
     return _fault(
         observed,
         seen,
-        f"{plural(len(names), 'unit')} never {'gets' if is_one else 'get'} a gradient.",
+        f"{plural(len(names), 'unit')} {'gets' if is_one else 'get'} no gradient.",
         f"{names[0]}{more} {verb} with a graph, an optimizer holds {its} parameters, and {they} "
-        f"had no gradient in {num}: the graph is cut after {them}.",
+        f"had no gradient in the first {num}: the graph is cut after {them}.",
         "Look for detach(), .data, .item() or no_grad() between this unit and the loss. Freeze "
         "what should not be trained: requires_grad_(False).",
     )
@@ -106,7 +110,8 @@ def _repeated(observed: Observed, seen: _Seen) -> TrainingFault | None:
         seen,
         "Parameters are updated twice with the same gradients.",
         f"{num} of {plural(seen[min(seen)].num_updates, 'update')} used gradients that an update "
-        "before had used, without a backward between: two optimizers hold these parameters, or "
-        "one steps twice.",
-        "Give each parameter to one optimizer, and call step() once after the last backward.",
+        "before had used, without a backward between: two optimizers hold these parameters, one "
+        "steps twice, or the script restores the weights between two tries.",
+        "Give each parameter to one optimizer, and call step() once after the last backward. If "
+        "the script searches for the step in this way, ignore this.",
     )

@@ -110,6 +110,17 @@ _CHANGES: Mapping[str, str] = {
 """The change by sharder."""
 
 
+_REDUCE = (
+    "Reduce the gradients in the backward of the last microbatch of a step: "
+    "set_requires_gradient_sync(True) and set_requires_all_reduce(True), or leave no_sync()."
+)
+_REACH = (
+    "Look for zero_grad() between backward() and step(), and for a loss without a graph to the "
+    "parameters, as after detach() or torch.tensor(). If the optimizer reads gradients of your "
+    "own, such as main_grad, ignore this."
+)
+
+
 def _check_without(observed: Observed) -> Iterator[TrainingFault]:
     """Find updates without any gradient, because no backward of a step reduced them."""
     optimizers = {
@@ -138,12 +149,11 @@ def _check_without(observed: Observed) -> Iterator[TrainingFault]:
         is_off,
         "No backward reduces gradients: the optimizer updates nothing."
         if is_off
-        else "No gradient reaches the optimizer: it updates nothing.",
+        else "No gradient reaches the optimizer.",
         f"In {plural(first.num_steps, 'update')}, none of the optimizer's "
         f"{plural(first.num_tensors, 'tensor')} had a gradient"
         f"{'. The reduction was off in' if is_off else ', in spite of'} the backwards before them.",
-        "Reduce the gradients in the backward of the last microbatch of a step: "
-        "set_requires_gradient_sync(True) and set_requires_all_reduce(True), or leave no_sync().",
+        _REDUCE if is_off else _REACH,
         first.place,
     )
 

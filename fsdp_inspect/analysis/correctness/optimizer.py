@@ -33,7 +33,10 @@ def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
         one.num_tensors == one.num_alike > 0 for each in stale.values() for one in each.optimizers
     )
     origin = (
-        " They have the shapes of the parameters before the model was sharded." if is_old else ""
+        " They have the shapes of the model's whole parameters: those of a copy, or of this model "
+        "before it was sharded."
+        if is_old
+        else ""
     )
     yield TrainingFault(
         TrainingCheck.OPTIMIZER,
@@ -44,6 +47,6 @@ def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
         f"a gradient in {plural(optimizer.num_steps, 'update')}, while "
         f"{first.num_with_gradient} of the model's {first.num_trainable} parameters have gradients."
         f"{origin}",
-        "Create the optimizer after the model is sharded, from the parameters that it then has.",
+        "Create the optimizer from the parameters of the model that trains, after it is sharded.",
         optimizer.place,
     )

@@ -13,6 +13,8 @@ from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, Tr
 from fsdp_inspect.analysis.numerics import NonFinite, measure_numerics
 from fsdp_inspect.formatting import format_ranks, format_unit, plural
 
+_BY_DESIGN = " If they hold such values from the start, as a mask, ignore this."
+
 
 def check_finite(observed: Observed) -> Iterator[TrainingFault]:
     """Find parameters that are not finite."""
@@ -32,30 +34,36 @@ def check_finite(observed: Observed) -> Iterator[TrainingFault]:
     losses = [
         (each.loss_step, each.loss_place) for each in seen.values() if each.loss_step is not None
     ]
+    finite = [each.finite_step or 0 for each in seen.values()]
+    was_finite = bool(min(finite) or losses or (first is not None and first.is_exact))
     parts = []
     if first is not None:
-        parts.append(_of_numerics(first))
+        parts.append(_of_numerics(first, was_finite=was_finite))
     if last is not None and (first is None or last <= first.step):
         parts.append(_of_looks(observed, last))
-    finite = [each.finite_step or 0 for each in seen.values()]
     if min(finite):
         parts.append(f"They were finite before step {min(finite)}.")
+    if not was_finite:
+        parts.append("No earlier look found them finite, and all losses were finite.")
     if losses:
         step, _ = min(losses)
         parts.append(f"The first loss that is not finite is that of step {step}.")
     yield TrainingFault(
         TrainingCheck.VALUES,
         tuple(sorted(wrong)) or (first.ranks if first is not None else ()),
-        True,
+        was_finite,
         "Parameters are not finite.",
         " ".join(parts),
         "Start again from the last checkpoint before, with --numerics-every 1 "
-        "(numerics_every=1): it finds the step, the unit and the rank.",
+        "(numerics_every=1): it finds the step, the unit and the rank."
+        f"{'' if was_finite else _BY_DESIGN}",
         min(losses)[1] if losses else "",
     )
 
 
-def _of_numerics(first: NonFinite) -> str:
+def _of_numerics(first: NonFinite, *, was_finite: bool) -> str:
+    if not was_finite:
+        return f"Parameters or optimizer states are not finite in step {first.step}."
     since = "in" if first.is_exact else "in or before"
     sentence = f"Parameters or optimizer states stopped being finite {since} step {first.step}"
     return f"{sentence}: {_name(first.fqn)}." if first.is_exact else f"{sentence}."

@@ -525,7 +525,9 @@ def memory_statistics(run: RunSource, *, without: Collection[int] = ()) -> Stati
         return rows
     parts = memory_parts(run)
     parts = parts.where(~np.isin(parts.step, list(without)))
-    return condense_memory(lambda kind: rows_of(parts, kinds=[kind]), run.manifest.warmup_steps)
+    first = min(select_steps(run).finished, default=0)
+    warm = first + run.manifest.warmup_steps
+    return condense_memory(lambda kind: rows_of(parts, kinds=[kind]), warm)
 
 
 def highest_peak_bytes(run: RunSource) -> int | None:

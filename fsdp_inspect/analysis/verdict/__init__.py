@@ -244,7 +244,7 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "peak_allocated_bytes": facts.peak_allocated_bytes,
         "peak_reserved_bytes": facts.peak_reserved_bytes,
         "device_ratio": facts.device_ratio,
-        "garbage_collection_ns": facts.collection_ns,
+        "garbage_collection_ns": facts.collection_cost_ns,
         "host_stop_ns": facts.stop_ns if facts.stop else None,
         "between_steps_ns": facts.between_ns,
         "recompute_ns": facts.recompute_ns,

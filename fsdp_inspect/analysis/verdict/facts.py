@@ -261,6 +261,12 @@ class StepFacts:
         return max(self.host_bound_ns, min(self.host_behind_ns, without_kernel))
 
     @property
+    def collection_cost_ns(self) -> int:
+        """Garbage collections of the step, or of the rank for which the others wait."""
+        is_collection = self.stop is not None and self.stop.what == COLLECTION
+        return max(self.collection_ns, self.stop_ns if is_collection else 0)
+
+    @property
     def stop_ns(self) -> int:
         """Time per step, over all steps, that the host stops at one line."""
         return 0 if self.stop is None else self.stop.duration_ns
@@ -431,11 +437,8 @@ def _find_named(facts: StepFacts) -> dict[Limit, float]:
     late = facts.straggler.cost_ns if facts.straggler else 0
     group = facts.slow_group.cost_ns if facts.slow_group else 0
     first = facts.first_gather.exposed_ns if facts.first_gather else 0
-    collection, stop = facts.collection_ns, 0
-    if facts.stop is not None and facts.stop.what == COLLECTION:
-        collection = max(collection, facts.stop_ns)
-    else:
-        stop = facts.stop_ns
+    is_collection = facts.stop is not None and facts.stop.what == COLLECTION
+    collection, stop = facts.collection_cost_ns, 0 if is_collection else facts.stop_ns
     shares = {
         Limit.INPUT: (facts.ratio(facts.data_ns), INPUT_RATIO),
         Limit.CORES: (facts.trust.run_delay_ratio, CORES_RATIO),
@@ -448,7 +451,10 @@ def _find_named(facts: StepFacts) -> dict[Limit, float]:
         Limit.BETWEEN: (facts.between_ratio, BETWEEN_RATIO),
         Limit.RECOMPUTE: (facts.ratio(facts.recompute_ns), RECOMPUTE_RATIO),
         Limit.FIRST_GATHER: (facts.ratio(first), FIRST_GATHER_RATIO),
-        Limit.OTHER: (facts.ratio(facts.other_ns - max(collection, stop)), OTHER_RATIO),
+        Limit.OTHER: (
+            facts.ratio(facts.other_ns - max(collection, stop)),
+            OTHER_RATIO,
+        ),
     }
     named = {limit: share for limit, (share, least) in shares.items() if share >= least}
     if Limit.BETWEEN in named:  # its threshold is of the whole time, and the others are of the step

@@ -37,6 +37,18 @@ is_profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether a profiler of torch runs on this thread."""
 
 
+def multiplies_loss(scaler: torch.amp.GradScaler) -> bool:
+    """Whether a scaler multiplies the loss by another number than 1.
+
+    The number on a device is not read, because the host would wait: the first one counts.
+    """
+    if not scaler.is_enabled():
+        return False
+    scale = scaler._scale
+    is_on_host = scale is not None and scale.device.type == "cpu"
+    return bool((scale if is_on_host else scaler._init_scale) != 1)
+
+
 def is_shuffled(iterator: Any) -> bool:
     """Whether the sampler of a loader's iterator shuffles."""
     sampler = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)

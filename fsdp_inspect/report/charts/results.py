@@ -172,6 +172,8 @@ def draw_step_times(times: StepTimes) -> Chart | None:
             boxes=[
                 *shade(times.selection.warmup, "warm-up"),
                 *shade(times.selection.memory, "memory step"),
+                *shade(times.selection.numerics, "numerics step"),
+                *shade(times.selection.slowed, "slowed by the recorder"),
                 *_mark_rare(times),
             ],
             level=(spread.typical, f"typical {format_ns(spread.typical)}") if spread else None,

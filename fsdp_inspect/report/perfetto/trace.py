@@ -217,6 +217,9 @@ class _Drawing:
         self._step_notes = {
             **dict.fromkeys(chosen.warmup, "warm-up, not timed"),
             **dict.fromkeys(chosen.memory, "under the memory tracker, not timed"),
+            **dict.fromkeys(
+                (*chosen.numerics, *chosen.slowed), "slowed by the recorder, not timed"
+            ),
             **dict.fromkeys(chosen.plain, "plain: units and collectives are not recorded"),
         }
 

@@ -69,7 +69,8 @@ def condense_run(read: ReadKind, rules: StepRules, *, attempt: int = 0) -> Stati
     timed = _TimedSteps.among(steps, read(StepPart.COMMUNICATION), classify_finished(of_run, rules))
     parts = [of_run, *timed.percentiles(), timed.sum_up(EventKind.STEP, steps)]
     parts += [timed.sum_up(kind, read(kind)) for kind in _SUMMED_KINDS]
-    parts.append(condense_memory(read, rules.num_warmup))
+    first = int(steps.step.min()) if len(steps) else 0
+    parts.append(condense_memory(read, first + rules.num_warmup))
     table = StatisticsTable.concat(parts)
     return StatisticsTable.from_columns(
         {**table.columns(), "attempt": np.full(len(table), attempt)}
@@ -89,13 +90,13 @@ def classify_finished(statistics: StatisticsTable, rules: StepRules) -> StepSele
     return classify_steps(finished.step.tolist(), slowed.tolist(), rules, plain.tolist())
 
 
-def condense_memory(read: ReadKind, num_warmup: int) -> StatisticsTable:
+def condense_memory(read: ReadKind, first_warm: int) -> StatisticsTable:
     """Compute the memory statistics of all ranks.
 
     Args:
         read: Reads the memory rows of one kind.
-        num_warmup: The steps at the start of the run that FIRST_WARM and LAST_WARM leave out, if
-            any other step has memory.
+        first_warm: The first step after warm-up. FIRST_WARM and LAST_WARM leave out the steps
+            before it, if any other step has memory.
     """
     parts = []
     for kind in (StepPart.PEAK_ALLOCATED, StepPart.PEAK_RESERVED):
@@ -106,7 +107,7 @@ def condense_memory(read: ReadKind, num_warmup: int) -> StatisticsTable:
     ends = read(StepPart.ALLOCATED_AT_END)
     parts.append(_memory_rows(Statistic.LAST, ends.where(_lasts(ends.rank))))
     if len(ends):
-        warm = ends.step >= int(ends.step.min()) + num_warmup
+        warm = ends.step >= first_warm
         ends = ends.where(warm) if warm.any() else ends
     firsts, lasts = _firsts(ends.rank), _lasts(ends.rank)
     several = lasts > firsts

@@ -50,6 +50,8 @@ class StepSelection:
     """Memory steps, which the storage tracker slows."""
     numerics: tuple[int, ...] = ()
     """Numerics steps, in which the recorder looks at the values of the model."""
+    slowed: tuple[int, ...] = ()
+    """Other steps that the recorder slows, as by a look at the values of all parameters."""
     plain: tuple[int, ...] = ()
     """Steps without rows of units and collectives on some rank: see `recording.overhead`."""
 
@@ -68,6 +70,7 @@ class StepSelection:
                 (self.warmup, "(warm-up)"),
                 (self.memory, "(memory)"),
                 (self.numerics, "(numerics)"),
+                (self.slowed, "(slowed by the recorder)"),
             )
             if steps
         ]
@@ -91,17 +94,17 @@ def classify_steps(
     first, every = finished[0] if finished else 0, rules.numerics_every
     unplanned = {*slowed} - rules.memory
     numerics = {step for step in unplanned if every and step % every == 0}
-    memory = rules.memory | (unplanned - numerics)
     warmup = [step for step in finished if step < first + rules.num_warmup]
-    without_units = {*plain} - memory - numerics
+    without_units = {*plain} - rules.memory - {*slowed}
     rest = finished[len(warmup) :]
-    left_out = memory | numerics | without_units
+    left_out = rules.memory | unplanned | without_units
     return StepSelection(
         finished=tuple(finished),
         timed=tuple(step for step in rest if step not in left_out),
         warmup=tuple(warmup),
-        memory=tuple(step for step in rest if step in memory),
+        memory=tuple(step for step in rest if step in rules.memory),
         numerics=tuple(step for step in rest if step in numerics),
+        slowed=tuple(step for step in rest if step in unplanned - numerics),
         plain=tuple(step for step in rest if step in without_units),
     )
 

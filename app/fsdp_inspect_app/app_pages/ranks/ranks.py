@@ -12,7 +12,7 @@ from fsdp_inspect.analysis.mesh_dimensions import list_axes
 from fsdp_inspect.analysis.mesh_grid import default_axes, measure_mesh_grid
 from fsdp_inspect.analysis.rank_grid import measure_rank_grid
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
-from fsdp_inspect.errors import FsdpInspectError
+from fsdp_inspect.errors import FsdpInspectError, MissingDataError
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import ranks_wording
@@ -365,7 +365,11 @@ def _show_rank_step(
     entry: RunEntry, run: Run, rank: int, step: int, verdict: RankVerdict | None
 ) -> None:
     """Show the breakdown of one step of the rank, and the verdict for its typical step."""
-    breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
+    try:
+        breakdown = loading.result_of(entry, measure_step_breakdown, rank=rank, step=step)
+    except MissingDataError as error:
+        st.info(plain(str(error)))
+        return
     which = f"Step {step}, closest to the typical step" if verdict else f"Step {step}"
     show_chart_card(
         f"{which}: {format_ns(breakdown.step_time_ns)}",

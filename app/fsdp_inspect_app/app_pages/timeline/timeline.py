@@ -290,6 +290,8 @@ def _name_step(step: int, *, typical: int, selection: StepSelection) -> str:
         return f"{step} (warm-up)"
     if step in selection.memory:
         return f"{step} (memory step)"
+    if step in (*selection.numerics, *selection.slowed):
+        return f"{step} (slowed by the recorder)"
     return f"{step} (typical)" if step == typical else str(step)
 
 
