@@ -172,3 +172,39 @@ def test_a_reduction_in_bfloat16_over_many_ranks_is_a_note(
     expected = [f"Gradients are reduced in bfloat16 over {num_ranks} ranks."] if is_noted else []
     assert [note.sentence for note in found.notes] == expected
     assert not found.faults
+
+
+def updates_of(*lost_at: tuple[int, float, int]) -> TrainingSeen:
+    """Sampled updates: step, learning rate, and how many of 64 values did not change."""
+    updates = [
+        UpdateSeen(
+            step=step, rate=rate, factor=None, gradients=[1.0], values=[1.0],
+            digests=[0], num_meant=64, num_lost=lost,
+        )
+        for step, rate, lost in lost_at
+    ]  # fmt: skip
+    parameter = ParameterSeen(
+        name="weight", unit=0, part=[0], is_replica=False, dtype="float32", divide_factor=1.0
+    )
+    return TrainingSeen(parameters=[parameter], updates=updates)
+
+
+STARTS = tuple((step, 0.1, 0) for step in range(4))
+
+
+@pytest.mark.parametrize(
+    ("later", "is_named"),
+    [
+        pytest.param(((100, 0.0, 64), (200, 0.0, 64)), True, id="rate is 0 for long"),
+        pytest.param(((100, 0.1, 0), (200, 0.0, 64)), False, id="ends at the last step"),
+        pytest.param(((100, 0.0, 64), (140, 0.0, 64)), False, id="ends soon before the last step"),
+        pytest.param(((100, 0.0, 64), (200, 0.1, 0)), False, id="pause"),
+        pytest.param(((100, 0.0, 63), (200, 0.0, 63)), False, id="values change"),
+        pytest.param(((100, 1e-9, 64), (200, 1e-9, 64)), False, id="tiny rate"),
+    ],
+)
+def test_updates_that_stopped_changing_anything_are_named(later, is_named) -> None:
+    seen = updates_of(*STARTS, *later)
+    faults = check_training(observed(input_bound(), seen, seen)).faults
+    named = [each.sentence for each in faults if "since step 100" in each.sentence]
+    assert bool(named) is is_named

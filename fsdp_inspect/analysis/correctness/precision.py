@@ -2,7 +2,8 @@
 
 - Seen: 64 values of up to 8 parameters before and after each sampled update; the dtypes of the
   units, of an autocast region around the first forward, and of the loss.
-- Proof: at least half of the values with a gradient are the same after the updates; an autocast
+- Proof: at least half of the values with a gradient are the same after the updates; or all are, at
+  learning rate 0, in two updates that are 50 steps apart and in all between and after; an autocast
   region casts to another dtype of 16 bits than the one of the gathered parameters. Notes: a loss in
   16 bits, a reduction in bfloat16 over at least 64 ranks, frozen parameters that are stored in
   float32 and computed in 16 bits.
@@ -11,6 +12,7 @@
   to the dtype of the parameters, or over parameters in float32.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -33,7 +35,7 @@ _MANY_RANKS = 64
 
 def check_precision(observed: Observed) -> Iterator[TrainingFault]:
     """Find updates that are too small for the stored parameters, and dtypes that lose precision."""
-    for find in (_autocast, _loss_dtype, _reduction, _frozen):
+    for find in (_stopped, _autocast, _loss_dtype, _reduction, _frozen):
         found = find(observed)
         if found is not None:
             yield found
@@ -67,6 +69,43 @@ def check_precision(observed: Observed) -> Iterator[TrainingFault]:
         f"{dtypes}. The largest learning rate was {seen.updates[-1].rate:.3g}.",
         "Keep the parameters in float32, and compute in bfloat16 by MixedPrecisionPolicy or "
         "autocast. If the learning rate is meant to be this small, ignore this.",
+    )
+
+
+_LEAST_STOPPED = 2
+_LEAST_STEPS = 50
+"""The steps from the first to the last sampled update that changed nothing: a schedule that ends
+with the training has fewer."""
+
+
+def _stopped(observed: Observed) -> TrainingFault | None:
+    """Find a learning rate that has been 0 since a while, while updates go on."""
+    found: dict[int, tuple[int, int]] = {}
+    for rank, seen in observed.seen.items():
+        updates = [each for each in seen.updates if each.num_meant]
+        idle = [
+            *itertools.takewhile(
+                lambda each: each.rate == 0 and each.num_lost == each.num_meant, updates[::-1]
+            )
+        ]
+        has_copy = any(each.keeps_copy for each in seen.parameters)
+        is_long = len(idle) >= _LEAST_STOPPED and idle[0].step - idle[-1].step >= _LEAST_STEPS
+        if is_long and len(idle) < len(updates) and not has_copy:
+            found[rank] = len(idle), idle[-1].step
+    if not found or len(found) < len(observed.seen):
+        return None
+    count, since = found[min(found)]
+    return TrainingFault(
+        TrainingCheck.PRECISION,
+        tuple(sorted(found)),
+        False,
+        f"The updates have changed no stored parameter since step {since}.",
+        f"{plural(count, 'sampled update')} from step {since} on left all sampled values with a "
+        "gradient as they were, and earlier ones changed them. Their learning rate was 0, or is "
+        "not known on the host.",
+        "Look at the schedule: it may count epochs and be stepped in each update, or have ended. "
+        "If the parameters are meant to stay, ignore this.",
+        observed.place_of_update(min(found)),
     )
 
 

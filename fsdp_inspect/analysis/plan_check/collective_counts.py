@@ -485,7 +485,7 @@ class _UnitCounter:
     def _find_trained(
         self, needed: Counter[int], events: EventTable, *, is_frozen: bool
     ) -> tuple[Counter[int], str] | None:
-        """Explain reductions in the first or the last steps only: a script may freeze a unit.
+        """Explain reductions in some steps only: a script may freeze a unit, or units in turns.
 
         Returns:
             The needed reductions by step, and the explanation; None if it does not match the
@@ -504,6 +504,9 @@ class _UnitCounter:
             return only, f"gets gradients from step {trained[0]} on, as after unfreezing"
         if trained[-1] < idle[0]:
             return only, f"gets no gradients from step {idle[0]} on, as after freezing"
+        if is_frozen:
+            num, of = len(trained), len(trained) + len(idle)
+            return only, f"gets gradients in {num} of {of} steps, as if frozen in turns"
         return None
 
     def _compare(

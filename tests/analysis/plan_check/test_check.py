@@ -233,14 +233,15 @@ def test_a_unit_that_the_script_freezes_or_unfreezes_follows_its_plan(
     assert (("layers.0",), remark) in remarks(check_plan(builder.build()))
 
 
-def test_a_frozen_unit_that_is_reduced_now_and_then_contradicts_its_declaration():
+def test_a_unit_that_is_frozen_in_turns_follows_its_plan():
     builder = RunBuilder(units=BLOCKS)
     builder.unit("layers.0", num_trainable_parameters=0, reduce_bytes=0)
     for step in range(4):
         train(builder.rank(0), step, idle=("layers.0",) if step % 2 else ())
-    [(_, fqns, sentence)] = contradictions(check_plan(builder.build()))
-    assert fqns == ("layers.0",)
-    assert sentence.endswith("but is declared frozen")
+    check = check_plan(builder.build())
+    remark = "gets gradients in 2 of 4 steps, as if frozen in turns"
+    assert (("layers.0",), remark) in remarks(check)
+    assert not contradictions(check)
 
 
 def test_parameters_without_a_gradient_follow_the_plan_and_their_cost_is_stated():
