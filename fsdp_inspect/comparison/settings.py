@@ -90,6 +90,8 @@ def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifferenc
             for manifest in manifests
         )
     ]
+    if len({max(manifest.memory_steps, default=None) for manifest in manifests}) > 1:
+        unknown.append("inputs")  # those of the last memory step: batches of a run may differ
     plain = [
         SettingDifference(group, name, "", values)
         for group, name in names

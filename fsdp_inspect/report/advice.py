@@ -110,7 +110,7 @@ class _OneScreen:
             code = _codes(suggestion, advice.plan)
         tail: list[RenderableType] = []
         if advice.refusal:
-            tail = ["", _Clipped(f"No plan was simulated. {advice.refusal}", _TEXT_LINES)]
+            tail = ["", _Clipped(f"No plan is offered. {advice.refusal}", _TEXT_LINES)]
         for lines_of_text in _LINES_OF_TEXT:  # whole texts, if the best code fits too
             roomy = options.copy()
             roomy.max_height = lines_of_text
@@ -328,7 +328,7 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
     if advice.findings:
         yield from section("Findings", *(_finding(each) for each in advice.findings))
     if advice.plan is None:
-        yield from section("No plan was simulated", _indented([advice.refusal or ""]))
+        yield from section("No plan is offered", _indented([advice.refusal or ""]))
         if advice.migration is not None:
             yield from _render_migration(advice.migration)
         return

@@ -133,7 +133,10 @@ def describe_limit(overview: MemoryOverview, rank: RankMemory) -> str:
     if rank.peak_reserved_bytes is None and rank.device_bytes is not None:
         return f"The limit of memory (--device-memory) is {format_bytes(rank.device_bytes)}."
     if rank.peak_reserved_bytes is None:
-        return "On CPU, there is no reserved memory and no device limit."
+        return (
+            "On CPU, there is no reserved memory and no device limit, and only memory steps show a "
+            "peak: a larger batch in another step needs more."
+        )
     reserved = f"Peak reserved: {format_bytes(rank.peak_reserved_bytes)}"
     if rank.device_ratio is None:
         return f"{reserved}. The memory of the device is unknown."

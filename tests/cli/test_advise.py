@@ -84,7 +84,7 @@ def test_a_mistake_is_named_before_anything_is_played(invoke, options, complaint
 def test_a_run_that_cannot_be_simulated_is_told_why(invoke, runs_folder):
     ended = invoke("advise", runs_folder / "steady")
     assert ended.code == 0
-    assert "No plan was simulated" in ended.out
+    assert "No plan is offered" in ended.out
     assert "no observed plan" in " ".join(ended.out.split())
 
 

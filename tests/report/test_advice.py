@@ -231,7 +231,7 @@ def test_a_finding_that_costs_more_than_the_recommended_change_saves_is_told(
 def test_a_run_without_a_simulation_shows_its_reason(advice: Advice) -> None:
     reason = "The run has no observed plan."
     lines = read(replace(advice, plan=None, refusal=reason))
-    assert f"No plan was simulated. {reason}" in lines
+    assert f"No plan is offered. {reason}" in lines
     assert "--write" not in "\n".join(lines)
 
 

@@ -96,7 +96,8 @@ def _cleared_between(observed: Observed, rounds: _Rounds) -> TrainingFault | Non
         f"Each step has {plural(num, 'backward')}, each for a batch of its own, and every one "
         "after the first found the gradients of the one before cleared: the update uses the last "
         "batch only.",
-        "Call optimizer.zero_grad() only after an update, not before each backward.",
+        "Call optimizer.zero_grad() only after an update, not before each backward. If the other "
+        "gradients are only measured, ignore this.",
         _place_of(observed, rounds),
     )
 
@@ -164,9 +165,10 @@ def _rate_changes(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
     return _fault(
         rounds,
         "The learning rate changes in every microbatch, not in every update.",
-        f"Each step has {plural(num, 'backward')} with as many learning rates: the schedule ends "
-        f"after a part of the steps.",
-        "Call scheduler.step() once for each optimizer.step().",
+        f"Each step has {plural(num, 'backward')} with as many learning rates: a schedule that "
+        "counts updates ends after a part of the steps.",
+        "Call scheduler.step() once for each optimizer.step(). If the rate is meant to follow the "
+        "tokens seen, ignore this.",
         _place_of(observed, rounds),
     )
 

@@ -119,7 +119,8 @@ _WORDINGS = (
         "Gradients are clipped before the last microbatch of a step.",
         "After {} calls with the limit {:.3g}, a backward of the same step added to the clipped "
         "gradients: the sum is not clipped, and earlier microbatches lose weight.",
-        "Clip once in each step, between the last backward and optimizer.step().",
+        "Clip once in each step, between the last backward and optimizer.step(). If one part of "
+        "the gradients is limited by itself on purpose, ignore this.",
     ),
     _Wording(
         lambda each: each.num_late if each.num_late + 1 >= each.num_calls else 0,

@@ -344,10 +344,16 @@ def _describe_loop(observed: ObservedCollectives, kept: Sequence[str]) -> LoopFa
     ran = {(step, microbatch) for step, microbatch in passes if step in observed.steps}
     lasts = set(observed.passes.last_microbatch().items()) & ran
     return LoopFacts(
-        microbatches=max(Counter(step for step, _ in ran).values(), default=0),
+        microbatches=_most_frequent(Counter(step for step, _ in ran).values()),
         sync=_name_sync(ran, lasts, observed.reducing & ran, observed.all_reducing & ran),
         kept_between_microbatches=tuple(kept),
     )
+
+
+def _most_frequent(counts: Iterable[int]) -> int:
+    """The count of most steps, the largest of several; a step of another kind may have more."""
+    found = Counter(counts)
+    return max(found, key=lambda count: (found[count], count), default=0)
 
 
 def _name_sync(
