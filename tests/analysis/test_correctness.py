@@ -208,3 +208,34 @@ def test_updates_that_stopped_changing_anything_are_named(later, is_named) -> No
     faults = check_training(observed(input_bound(), seen, seen)).faults
     named = [each.sentence for each in faults if "since step 100" in each.sentence]
     assert bool(named) is is_named
+
+
+def replica_of(*samples: tuple[int, float, int]) -> TrainingSeen:
+    """Sampled updates of a replica: step, norm of the gradient, and digest of the values."""
+    updates = [
+        UpdateSeen(
+            step=step, rate=0.1, factor=None, gradients=[norm], values=[float(digest)],
+            digests=[digest], num_meant=64, num_lost=0,
+        )
+        for step, norm, digest in samples
+    ]  # fmt: skip
+    parameter = ParameterSeen(name="weight", unit=0, part=[], is_replica=True, dtype="float32")
+    return TrainingSeen(parameters=[parameter], updates=updates)
+
+
+@pytest.mark.parametrize(
+    ("later", "is_named"),
+    [
+        pytest.param(((100, 2.0, 8), (200, 2.0, 9)), True, id="no_sync stays on"),
+        pytest.param(((100, 1.0, 8), (200, 1.0, 9)), False, id="equal gradients"),
+        pytest.param(((100, 2.0, 8), (200, 1.0, 6)), False, id="they meet again"),
+        pytest.param(((100, 2.0, 8),), False, id="one sample"),
+    ],
+)
+def test_replicas_that_train_alone_later_are_named(later, is_named) -> None:
+    early = tuple((step, 1.0, step) for step in range(5))
+    plain = replica_of(*early, (100, 1.0, 5), (200, 1.0, 6))
+    other = replica_of(*early, *later)
+    faults = check_training(observed(input_bound(), plain, other)).faults
+    named = [each for each in faults if each.sentence.startswith("The ranks no longer combine")]
+    assert bool(named) is is_named

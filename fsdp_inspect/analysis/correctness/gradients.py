@@ -2,8 +2,9 @@
 
 - Seen: 64 values of up to 8 parameters and of their gradients, before each of the first 8 updates
   and of the later ones in steps that look at all parameters.
-- Proof: ranks that hold the same part receive different gradients in each of these updates; ranks
-  that hold different parts receive equal ones.
+- Proof: ranks that hold the same part receive different gradients in each of these updates;
+  replicas receive equal ones at first, and later differ in values and gradients; ranks that hold
+  different parts receive equal ones.
 - Refuted by: different values at the start, if no sharder keeps the parameter on these ranks. They
   then hold experts, stages or models of their own. Values that differ and are equal again later, as
   in local SGD. Ranks in groups of other dimensions are not compared. Training apart on purpose,
@@ -47,6 +48,8 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
         )
     elif apart:
         yield _not_reduced(observed, apart)
+    elif (late := next(filter(_trains_alone_since, holders), None)) is not None:
+        yield _no_longer_reduced(observed, late)
     yield from _check_twice(observed)
 
 
@@ -64,6 +67,41 @@ def _is_same(observed: Observed, holders: Holders) -> bool:
     )
     is_expert = _EXPERT in parameter.name.lower()
     return holders.starts_equal and not is_expert and not has_own_groups
+
+
+_LEAST_LATE = 2
+"""Samples of later updates are 100 steps apart."""
+
+
+def _trains_alone_since(holders: Holders) -> int | None:
+    """The first sampled update before which replicas differ: they trained apart from then on."""
+    updates = range(holders.num_updates)
+    first = next((n for n in updates if not holders.is_equal(n)), None)
+    if not holders.parameter.is_replica or first is None or first < LEAST_UPDATES:
+        return None
+    was_reduced = not any(differ(holders.gradients(n)) for n in range(first - 1))
+    later = updates[first:]
+    is_alone = all(differ(holders.gradients(n)) and not holders.is_equal(n) for n in later)
+    return first if was_reduced and is_alone and len(later) >= _LEAST_LATE else None
+
+
+def _no_longer_reduced(observed: Observed, late: Holders) -> TrainingFault:
+    ranks, first = sorted(late.updates), _trains_alone_since(late) or 0
+    steps = [each.step for each in late.updates[ranks[0]]]
+    num = plural(len(steps) - first, "sampled update")
+    norms = ", ".join(f"{norm:.3g}" for norm in late.gradients(first)[:4] if norm is not None)
+    return TrainingFault(
+        TrainingCheck.GRADIENTS,
+        tuple(ranks),
+        False,
+        "The ranks no longer combine their gradients: each trains alone.",
+        f"Until step {steps[first - 1]}, {late.parameter.name} and its sampled gradients were "
+        f"equal on {format_ranks(ranks)}. In each of {num} from step {steps[first]} on, both "
+        f"differ: the norms of the gradients are {norms} in the first.",
+        f"{_CHANGES.get(observed.run.manifest.sharder, _CHANGES[''])} If the ranks train apart and "
+        "average later on purpose, ignore this.",
+        observed.seen[ranks[0]].backward_place,
+    )
 
 
 def _not_reduced(observed: Observed, apart: Sequence[Holders]) -> TrainingFault:
