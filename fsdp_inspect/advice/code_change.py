@@ -302,22 +302,14 @@ def _lines_in_place(manifest: RunManifest, change: Change) -> list[str]:
 
 
 def _lines_of_models(manifest: RunManifest, change: Change, variable: str = "") -> list[str]:
-    """Lines that apply the plan to each recorded model; a note explains unknown variables.
-
-    Args:
-        manifest: The manifest of the run.
-        change: The plans before and after.
-        variable: The script's name of the model, if there is one model; empty: unknown.
-    """
+    """Lines that apply the plan to each model; a note explains a variable that is unknown."""
     mesh = "mesh" if change.after.has_other_dimensions else ""
-    notes = ["# mesh: the data-parallel mesh that your fully_shard calls use"] if mesh else []
+    notes = ["# mesh: your variable of the data-parallel mesh"] if mesh else []
     if not _has_several(manifest):
         return [*notes, *_named(manifest, apply_lines(change, "MODEL", mesh), variable)]
     calls, lines = manifest.code.calls, list[str]()
-    made = [name for call in calls for name in call.units]
     models = dict.fromkeys(unit.modules[0].partition(".")[0] for unit in change.before.units)
-    in_order = sorted(models, key=lambda name: made.index(name) if name in made else len(made))
-    for number, model in enumerate(in_order, 1):
+    for number, model in enumerate(models, 1):
         call = next((each for each in calls if model in each.units), None)
         variable = _variable_of(model, call, manifest.code.sources) if call else ""
         if not variable:
@@ -335,29 +327,24 @@ def _has_several(manifest: RunManifest) -> bool:
 
 def _variable_of(model: str, call: ShardingCall, sources: Sequence[SourceLines]) -> str:
     """The script's name of a model: the call's, or one in the loop `for net in (G, D):`."""
-    if call.units == [model]:
+    if call.units == [model] or not call.argument:
         return call.argument
-    loop = f"for {call.argument} in "
-    above = [
-        line
-        for each in sources
-        if each.file == call.file and call.argument
-        for at, line in enumerate(each.lines, each.first_line)
-        if at < call.line and line.lstrip().startswith(loop)
-    ]
-    found = re.match(r"\s*[(\[]([\w\s.,]+)[)\]]:", above[-1].partition(loop)[2]) if above else None
-    names = [name.strip() for name in found[1].strip(" ,").split(",")] if found else []
+    own = [each for each in sources if each.file == call.file and each.first_line <= call.line]
+    above = [line for each in own for line in each.lines[: call.line - each.first_line]]
+    _, loop, rest = "\n".join(above).rpartition(f"for {call.argument} in ")
+    found = re.match(r"[(\[]([\w\s.,]+)[)\]]:", rest) if loop else None
+    names = [name.strip() for name in found[1].strip(" ,\n").split(",")] if found else []
     return names[call.units.index(model)] if len(names) == len(call.units) else ""
 
 
 def _describe(model: str, call: ShardingCall | None, manifest: RunManifest) -> str:
     """`the model that is recorded as ref (1.2M parameters, model 2 of 2 in train.py:13)`."""
     units = [unit for unit in manifest.units if unit.fqn.partition(".")[0] == model]
-    details = [f"{format_count(sum(unit.num_parameters for unit in units))} parameters"]
+    details = f"{format_count(sum(unit.num_parameters for unit in units))} parameters"
     if call is not None:
         place = f"model {call.units.index(model) + 1} of {len(call.units)}"
-        details.append(f"{place} that {call.file}:{call.line} shards")
-    return f"the model that is recorded as {model} ({', '.join(details)})"
+        details += f", {place} that {call.file}:{call.line} shards"
+    return f"the model that is recorded as {model} ({details})"
 
 
 def _change_framework(manifest: RunManifest, change: Change) -> CodeChange:
@@ -366,13 +353,7 @@ def _change_framework(manifest: RunManifest, change: Change) -> CodeChange:
     settings = express_in_settings(code.frameworks, code.settings, change)
     if settings is not None:
         where = f"{title} makes this change by its own settings."
-        return _finish(
-            manifest,
-            change,
-            where,
-            settings=settings,
-            needs_plan_file=False,
-        )
+        return _finish(manifest, change, where, settings=settings, needs_plan_file=False)
     shards = f"{title} shards the model in {call.file}:{call.line}"
     user = call.user
     after = list(lines_after(change)) if _is_later(change) and not _has_several(manifest) else []
@@ -432,14 +413,8 @@ def _after_statement(
     where = f"{shards}. The lines follow this statement."
     if not diff:
         where = f"{shards}. Run these lines after the model is sharded and before it trains."
-    return _finish(
-        manifest,
-        change,
-        where,
-        diff=diff,
-        lines=() if diff else named,
-        needs_plan_file=False,
-    )
+    lines = () if diff else named
+    return _finish(manifest, change, where, diff=diff, lines=lines, needs_plan_file=False)
 
 
 def _before_accelerate(
@@ -448,7 +423,7 @@ def _before_accelerate(
     """Accelerate keeps the sharding of a model that is already sharded."""
     lines = _lines_of_models(manifest, change, user.model)
     diff = ""
-    if user.model and user.made_at and not _has_several(manifest):
+    if user.made_at and lines == apply_lines(change, user.model, ""):  # no name is unknown
         found = lines_of(manifest.code.sources, user.file, user.made_at, user.made_at) or [""]
         indent = found[0][: len(found[0]) - len(found[0].lstrip())]
         new = tuple(f"{indent}{line}" for line in lines)

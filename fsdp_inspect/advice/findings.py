@@ -235,9 +235,8 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
     between = evidence.verdict.numbers.get("late_between_ns") or 0
     sentence = f"Saves at most {format_ns(cost)} a step."
     if limit in _LATE:  # an estimate, and no bound
-        how = "estimated from the extra work in the recorded steps."
-        sentence = f"Saves about {format_ns(cost)} a step, {how}"
-        sentence = " ".join([sentence, *describe_extra_between(between)])
+        saves = f"Saves about {format_ns(cost)} a step, estimated from the extra work in the steps."
+        sentence = " ".join([saves, *describe_extra_between(between)])
     if limit is Limit.STRAGGLER and balanced is not None:
         sentence = (
             f"Equal batches save about {format_ns(balanced)} a step: all ranks then process the "
@@ -246,7 +245,7 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
     return Effect(
         sentence=sentence,
         saved_low_ns=0,
-        saved_high_ns=round(cost + (between if limit in _LATE else 0)),
+        saved_high_ns=round(cost + between * (limit in _LATE)),
         is_exposed=limit in _LATE,  # other communication is no gain of a plan
     )
 

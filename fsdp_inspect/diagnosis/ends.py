@@ -53,17 +53,7 @@ class RankEnd:
             return self.detail.startswith(("RuntimeError", "Dist"))
         return self.kind is EndKind.FATAL_SIGNAL or self.may_have_crashed
 
-    @property
-    def waited_s(self) -> float | None:
-        """The time limit of a wait for another rank that ended the rank; 0: unknown, None: none."""
-        if self.kind is not EndKind.PEER_LOST or not _TIMED_OUT.search(self.detail):
-            return None
-        limit = _LIMIT.search(self.detail)
-        return int(limit[1]) / 1000 if limit else 0.0
 
-
-_TIMED_OUT = re.compile(r"time[ds]? ?out|timing out", re.IGNORECASE)
-_LIMIT = re.compile(r"(\d+) ?(ms|milliseconds)\b")
 _PEER_LOST = re.compile(
     r"connection (closed|reset|refused)|closed by peer|broken pipe|socket|remote (error|process)"
     r"|ncclRemoteError|nccl.*(abort|watchdog)|gloo/transport|timed? ?out|SignalException"

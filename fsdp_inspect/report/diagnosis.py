@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -959,12 +960,14 @@ def _describe_state(state: RankState, found: Diagnosis) -> str:
 
 
 def _describe_end(end: RankEnd) -> str:
-    waited = end.waited_s
-    if waited is None:
+    if end.kind is not EndKind.PEER_LOST or not _TIMED_OUT.search(end.detail):
         return _END[end.kind]
-    return f"waited{f' {_seconds(waited)}' if waited else ''} in vain for another rank"
+    limit = _LIMIT.search(end.detail)
+    return f"waited{f' {_seconds(int(limit[1]) / 1000)}' if limit else ''} in vain for another rank"
 
 
+_TIMED_OUT = re.compile(r"time[ds]? ?out|timing out", re.IGNORECASE)
+_LIMIT = re.compile(r"(\d+) ?(ms|milliseconds)\b")
 _END = {
     EndKind.RUNNING: "still running",
     EndKind.COMPLETE: "ended normally",

@@ -372,3 +372,22 @@ def test_accelerate_under_the_trainer_of_transformers_is_set_in_its_arguments():
     merged = write_code_change(manifest_of(code), Change(before, before.merge(BLOCKS[:2])))
     assert '"auto_wrap_policy": "NO_WRAP"' in merged.settings
     assert "called from train.py:9" in merged.where
+
+
+@pytest.mark.parametrize("has_own_mesh", [False, True])
+def test_a_diff_before_accelerate_names_no_mesh_that_the_script_lacks(has_own_mesh):
+    user = UserStatement(file="train.py", line=2, end_line=2, model="net", made_at=1)
+    code = of_package("accelerate", user=user)
+    lines = ["net = Net()", "net = accelerator.prepare(net)", "train(net)"]
+    source = SourceLines(file="train.py", first_line=1, lines=lines)
+    manifest = manifest_of(code.model_copy(update={"sources": [source]}))
+    mesh = {"shard": 2} if has_own_mesh else {}
+    plans = [plan.change(["layers.2"], mesh=mesh) for plan in (PLAN, MERGED)]
+    change = write_code_change(manifest, Change(*plans))
+    assert bool(change.diff) is not has_own_mesh
+    if has_own_mesh:
+        note, *_, last = change.lines.splitlines()
+        assert note == "# mesh: your variable of the data-parallel mesh"
+        assert last == "fsdp_inspect.apply_plan(net, plan, mesh)"
+    else:
+        assert added(change)[-1] == "fsdp_inspect.apply_plan(net, plan)"

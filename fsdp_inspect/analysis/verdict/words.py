@@ -464,12 +464,8 @@ def describe_extra_work(straggler: Straggler) -> str:
 
 def describe_extra_between(between_ns: float) -> list[str]:
     """Describe the extra work of late ranks that their cost leaves out; empty without any."""
-    if not between_ns:
-        return []
-    extra = (
-        f"Checkpoints or evaluation between its steps take {format_ns(between_ns)} a step longer"
-    )
-    return [f"{extra}, too, which this estimate leaves out."]
+    extra = f"Checkpoints or evaluation between its steps take {format_ns(between_ns)} longer, too"
+    return [f"{extra}: this estimate leaves them out."] if between_ns else []
 
 
 def _extra_work(part: str, excess_ns: int) -> str:
