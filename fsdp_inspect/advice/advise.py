@@ -86,7 +86,7 @@ class PlanAdvice:
     snippet: str
     """Python that applies the written plan."""
     change: CodeChange
-    """The change of the recorded run's own code that makes all suggested changes."""
+    """The change of the recorded run's own code that makes the written changes, by default all."""
     verify: tuple[str, ...]
     """Commands that record the plan and compare it with the baseline."""
 
@@ -251,7 +251,8 @@ def _advise_plan(
     if search.fits(scorer.recorded) and not _exceeds_error(scorer, target):
         increments, target = (), AS_RECORDED
     suggestions = [narrator.suggestion(each) for each in increments]
-    change = narrator.code_change(target)
+    taken = suggestions[: request.take or 0]
+    change = taken[-1].change if taken else narrator.code_change(target)
     busy_ns = round(scorer.trust.busy_ns(scorer.recorded.step_ns))
     return PlanAdvice(
         rank=scorer.work.rank,
@@ -283,7 +284,7 @@ def _advise_plan(
         else tuple(_remaining(scorer, evidence, request)),
         snippet="" if scorer.space.plan.fsdp1 else how_to_apply(request.plan_file),
         change=change,
-        verify=how_to_verify(request, change.launch),
+        verify=how_to_verify(request, change.launch, take=request.take),
     )
 
 

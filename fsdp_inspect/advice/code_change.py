@@ -4,6 +4,7 @@ In order of preference: settings of the framework that shards the model, edits o
 calls, `apply_plan` in place of these calls, and a sentence that says where to insert the plan.
 """
 
+import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,9 @@ from fsdp_inspect.advice.call_edits import (
     write_diff,
 )
 from fsdp_inspect.advice.snippets import wrapper_lines
+from fsdp_inspect.formatting import format_count
 from fsdp_inspect.trace.plan import DECIDED_BY_PLAN, Plan
-from fsdp_inspect.trace.run import RunManifest, ShardingCall, UserStatement
+from fsdp_inspect.trace.run import RunManifest, ShardingCall, SourceLines, UserStatement
 
 # --- Express a plan in the settings of a framework: Accelerate, Transformers and torchtitan.
 #
@@ -218,7 +220,7 @@ def write_code_change(manifest: RunManifest, change: Change) -> CodeChange:
     if ran_trainer(manifest):
         return _finish(manifest, change, "The trainer applies the plan of its option --plan.")
     if not code.calls:
-        lines = _lines_of_models(change)
+        lines = _lines_of_models(manifest, change)
         return _finish(manifest, change, _say_unknown(manifest), lines=lines)
     if any(call.function == "apply_plan" for call in code.calls):
         where = f"The script already applies a plan in {_places(code.calls)}. Load this plan there."
@@ -277,11 +279,12 @@ def _change_own_calls(manifest: RunManifest, change: Change) -> CodeChange:
             where = f"The diff replaces {calls} with the plan file."
             return _finish(manifest, change, where, diff=diff)
     where = f"Replace {calls} with these lines. {_say_no_diff(manifest, change)}"
-    return _finish(manifest, change, where, lines=_lines_in_place(code.calls, change))
+    return _finish(manifest, change, where, lines=_lines_in_place(manifest, change))
 
 
-def _lines_in_place(calls: Sequence[ShardingCall], change: Change) -> list[str]:
+def _lines_in_place(manifest: RunManifest, change: Change) -> list[str]:
     """Lines that apply the plan, in the names of the calls that they replace."""
+    calls = manifest.code.calls
     places = find_root_places(calls, change)
     if len(places) == 1 and places[0][0] and not places[0][1].argument:
         prefix, call = places[0]  # without the source lines, the name of the module is unknown
@@ -295,19 +298,53 @@ def _lines_in_place(calls: Sequence[ShardingCall], change: Change) -> list[str]:
                 change, call.argument, mesh_of_calls(calls, call, change), prefix
             )
         ]
-    return _lines_of_models(change)
+    return _lines_of_models(manifest, change)
 
 
-def _lines_of_models(change: Change) -> list[str]:
-    """Lines that apply the plan, in the names of the recorded models."""
+def _lines_of_models(manifest: RunManifest, change: Change, variable: str = "") -> list[str]:
+    """Lines that apply the plan to each model; a note explains a variable that is unknown."""
     mesh = "mesh" if change.after.has_other_dimensions else ""
-    note = ["# mesh: the data-parallel mesh that your fully_shard calls use"] if mesh else []
-    roots = [name for name in change.before.fsdp_roots if name and "." not in name]
-    is_one = len(roots) < 2 or len(roots) != len(change.before.fsdp_roots)
-    if is_one or change.joins_roots:
-        return [*note, *apply_lines(change, "model", mesh)]
-    lines = [line for root in roots for line in apply_lines(change, root, mesh, root)]
-    return [*note, "# for each of the recorded models", *lines]
+    notes = ["# mesh: your variable of the data-parallel mesh"] if mesh else []
+    if not _has_several(manifest):
+        return [*notes, *_named(manifest, apply_lines(change, "MODEL", mesh), variable)]
+    calls, lines = manifest.code.calls, list[str]()
+    models = dict.fromkeys(unit.modules[0].partition(".")[0] for unit in change.before.units)
+    for number, model in enumerate(models, 1):
+        call = next((each for each in calls if model in each.units), None)
+        variable = _variable_of(model, call, manifest.code.sources) if call else ""
+        if not variable:
+            variable = f"MODEL_{number}"
+            notes.append(f"# {variable}: your variable of {_describe(model, call, manifest)}")
+        own_mesh = mesh_of_calls(calls, call, change) if call else ""
+        lines += apply_lines(change, variable, own_mesh or mesh, model)
+    return [*notes, *lines]
+
+
+def _has_several(manifest: RunManifest) -> bool:
+    """Whether several models were recorded: then the name of each is a prefix of its units."""
+    return " + " in manifest.model.class_name
+
+
+def _variable_of(model: str, call: ShardingCall, sources: Sequence[SourceLines]) -> str:
+    """The script's name of a model: the call's, or one in the loop `for net in (G, D):`."""
+    if call.units == [model] or not call.argument:
+        return call.argument
+    own = [each for each in sources if each.file == call.file and each.first_line <= call.line]
+    above = [line for each in own for line in each.lines[: call.line - each.first_line]]
+    _, loop, rest = "\n".join(above).rpartition(f"for {call.argument} in ")
+    found = re.match(r"[(\[]([\w\s.,]+)[)\]]:", rest) if loop else None
+    names = [name.strip() for name in found[1].strip(" ,\n").split(",")] if found else []
+    return names[call.units.index(model)] if len(names) == len(call.units) else ""
+
+
+def _describe(model: str, call: ShardingCall | None, manifest: RunManifest) -> str:
+    """`the model that is recorded as ref (1.2M parameters, model 2 of 2 in train.py:13)`."""
+    units = [unit for unit in manifest.units if unit.fqn.partition(".")[0] == model]
+    details = f"{format_count(sum(unit.num_parameters for unit in units))} parameters"
+    if call is not None:
+        place = f"model {call.units.index(model) + 1} of {len(call.units)}"
+        details += f", {place} that {call.file}:{call.line} shards"
+    return f"the model that is recorded as {model} ({details})"
 
 
 def _change_framework(manifest: RunManifest, change: Change) -> CodeChange:
@@ -316,28 +353,22 @@ def _change_framework(manifest: RunManifest, change: Change) -> CodeChange:
     settings = express_in_settings(code.frameworks, code.settings, change)
     if settings is not None:
         where = f"{title} makes this change by its own settings."
-        return _finish(
-            manifest,
-            change,
-            where,
-            settings=settings,
-            needs_plan_file=False,
-        )
+        return _finish(manifest, change, where, settings=settings, needs_plan_file=False)
     shards = f"{title} shards the model in {call.file}:{call.line}"
     user = call.user
-    after = list(lines_after(change)) if _is_later(change) else []
+    after = list(lines_after(change)) if _is_later(change) and not _has_several(manifest) else []
     if user is None:
-        lines = after or apply_lines(change, "model", "")
         how = "Add these lines after its calls" if after else "Replace its calls with these lines"
+        lines = _named(manifest, after) if after else _lines_of_models(manifest, change)
         return _finish(
-            manifest, change, f"{shards}. {how}.", lines=_named(lines), needs_plan_file=not after
+            manifest, change, f"{shards}. {how}.", lines=lines, needs_plan_file=not after
         )
     shards += f", called from {user.file}:{user.line}"
     if after:
         return _after_statement(manifest, change, shards, user, after)
     if call.package == "accelerate":
         return _before_accelerate(manifest, change, shards, user)
-    lines = apply_lines(change, user.model or "model", "")
+    lines = _lines_of_models(manifest, change, user.model)
     where = f"{shards}. No setting makes this change. Build the model unsharded and apply the plan."
     return _finish(manifest, change, where, lines=lines)
 
@@ -372,33 +403,27 @@ def _is_later(change: Change) -> bool:
 def _after_statement(
     manifest: RunManifest, change: Change, shards: str, user: UserStatement, lines: Sequence[str]
 ) -> CodeChange:
-    diff = ""
+    diff, named = "", _named(manifest, lines, user.model_after)
     if user.model_after:
         found = lines_of(manifest.code.sources, user.file, user.line, user.line) or [""]
         indent = found[0][: len(found[0]) - len(found[0].lstrip())]
-        new = tuple(f"{indent}{line}" for line in _named(lines, user.model_after))
+        new = tuple(f"{indent}{line}" for line in named)
         edit = Edit(user.file, user.end_line + 1, user.end_line, new)
         diff = write_diff(manifest.code.sources, [edit])
     where = f"{shards}. The lines follow this statement."
     if not diff:
         where = f"{shards}. Run these lines after the model is sharded and before it trains."
-    return _finish(
-        manifest,
-        change,
-        where,
-        diff=diff,
-        lines=() if diff else _named(lines),
-        needs_plan_file=False,
-    )
+    lines = () if diff else named
+    return _finish(manifest, change, where, diff=diff, lines=lines, needs_plan_file=False)
 
 
 def _before_accelerate(
     manifest: RunManifest, change: Change, shards: str, user: UserStatement
 ) -> CodeChange:
     """Accelerate keeps the sharding of a model that is already sharded."""
-    lines = apply_lines(change, user.model or "model", "")
+    lines = _lines_of_models(manifest, change, user.model)
     diff = ""
-    if user.model and user.made_at:
+    if user.made_at and lines == apply_lines(change, user.model, ""):  # no name is unknown
         found = lines_of(manifest.code.sources, user.file, user.made_at, user.made_at) or [""]
         indent = found[0][: len(found[0]) - len(found[0].lstrip())]
         new = tuple(f"{indent}{line}" for line in lines)
@@ -477,8 +502,11 @@ def _load_line(change: Change) -> list[str]:
     return [f'fsdp_inspect.Plan.load("{change.plan_file}")']
 
 
-def _named(lines: Sequence[str], model: str = "model") -> list[str]:
-    return [line.replace("MODEL", model) for line in lines]
+def _named(manifest: RunManifest, lines: Sequence[str], model: str = "") -> list[str]:
+    """The lines with the script's name of the model; a note explains an unknown one."""
+    note = f"# model: your variable of the recorded model, a {manifest.model.class_name}"
+    named = [line.replace("MODEL", model or "model") for line in lines]
+    return named if model else [note.removesuffix(", a "), *named]
 
 
 def _say_unknown(manifest: RunManifest) -> str:

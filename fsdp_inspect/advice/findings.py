@@ -27,6 +27,7 @@ from fsdp_inspect.analysis.verdict.facts import (
     HOST_RATIO,
     INPUT_RATIO,
 )
+from fsdp_inspect.analysis.verdict.words import describe_extra_between
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.comparison.noise import WORTH_NAMING_RATIO
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
@@ -225,13 +226,17 @@ def _rows(evidence: Evidence, limit: Limit) -> tuple[TraceRow, ...]:
 
 
 def _effect(evidence: Evidence, limit: Limit) -> Effect:
-    """An effect of at most the cost of the limit; unknown for memory and unrecorded parts."""
+    """The effect of the limit's cost; unknown for memory and unrecorded parts."""
     name = _COSTS.get(limit)
     cost = evidence.verdict.numbers.get(name) if name else None
     if cost is None:
         return Effect(sentence="No gain is predicted: the recorded data does not show the saving.")
     balanced = evidence.verdict.numbers.get("balanced_ns")
+    between = evidence.verdict.numbers.get("late_between_ns") or 0
     sentence = f"Saves at most {format_ns(cost)} a step."
+    if limit in _LATE:  # an estimate, and no bound
+        saves = f"Saves about {format_ns(cost)} a step, estimated from the extra work in the steps."
+        sentence = " ".join([saves, *describe_extra_between(between)])
     if limit is Limit.STRAGGLER and balanced is not None:
         sentence = (
             f"Equal batches save about {format_ns(balanced)} a step: all ranks then process the "
@@ -240,7 +245,7 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
     return Effect(
         sentence=sentence,
         saved_low_ns=0,
-        saved_high_ns=round(cost),
+        saved_high_ns=round(cost + between * (limit in _LATE)),
         is_exposed=limit in _LATE,  # other communication is no gain of a plan
     )
 

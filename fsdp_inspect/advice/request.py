@@ -28,6 +28,8 @@ class AdviceRequest:
     """The name of the written plan in commands."""
     is_written: bool = False
     """Whether the plan file and its prediction are written with this advice."""
+    take: int | None = None
+    """The number of changes in the written plan; None: all."""
 
 
 def how_to_apply(plan_file: str) -> str:
@@ -53,7 +55,7 @@ def how_to_verify(
         One line each. The first one writes the plan, unless it is written with this advice.
     """
     write: tuple[str, ...] = ()
-    if take is not None or not request.is_written:
+    if not request.is_written or take != request.take:
         part = "" if take is None else f" --take {take}"
         write = (f"{_advise_command(request)}{part} --write {shlex.quote(request.plan_file)}",)
     prediction = request.plan_file.removesuffix(".toml") + ".prediction.json"

@@ -121,7 +121,8 @@ def advise(  # noqa: PLR0913 - one argument an option
         node=parse_node_link(node_bandwidth, node_latency),
         run_name=run,
         plan_file=str(write or "plan.toml"),
-        is_written=write is not None and take is None,
+        is_written=write is not None,
+        take=take,
     )
     if take is not None and write is None:
         raise typer.BadParameter(
@@ -181,7 +182,6 @@ def _write(
             param_hint="--take",
         )
     prediction = predict_advised(run, advice.plan, request, take=take)
-    chosen = advice.plan if take is None else advice.plan.suggestions[take - 1]
     plan = advice.plan.fastest.plan if take is None else advice.plan.suggestions[take - 1].plan
     plan.dump(path)
     count = len(advice.plan.suggestions)
@@ -190,9 +190,9 @@ def _write(
     changes = f"{some}{more}" if count > 1 else "the recommended change"
     print(f"Wrote the plan with {changes}: {path}", file=sys.stderr)
     write_prediction(prediction, prediction_file_of(path))
-    if chosen.change.diff:
+    if advice.plan.change.diff:
         patch = patch_file_of(path)
-        patch.write_text(f"{chosen.change.diff}\n", encoding="utf-8")
+        patch.write_text(f"{advice.plan.change.diff}\n", encoding="utf-8")
         print(f"Change the script: patch -p0 < {shlex.quote(str(patch))}", file=sys.stderr)
     say_how_to_verify(prediction_file_of(path))
 

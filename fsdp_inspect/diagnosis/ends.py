@@ -20,7 +20,7 @@ class EndKind(StrEnum):
     EXCEPTION = "exception"
     OUT_OF_MEMORY = "out of memory"
     PEER_LOST = "peer lost"
-    """An exception because another rank was gone."""
+    """An exception because another rank was gone, or did not take part within the time limit."""
     FATAL_SIGNAL = "fatal signal"
     """A crash inside native code, such as a segmentation fault."""
     SIGTERM = "sigterm"

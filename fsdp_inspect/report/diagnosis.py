@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from fsdp_inspect.diagnosis.diagnose import (
     Status,
     Unknown,
 )
-from fsdp_inspect.diagnosis.ends import EndKind
+from fsdp_inspect.diagnosis.ends import EndKind, RankEnd
 from fsdp_inspect.diagnosis.process_signs import ProcessSigns, ProcessState
 from fsdp_inspect.diagnosis.run_events import RunEvent, RunEventKind
 from fsdp_inspect.diagnosis.waits import Wait
@@ -889,7 +890,7 @@ def _describe_event(event: RunEvent) -> str:
             return f"{step}nothing moved for {_seconds(event.seconds or 0.0)}{moved_on}"
     assert event.end is not None
     detail = f" ({_clip(event.end.detail)})" if event.end.detail else ""
-    return f"{step}{who} {_END[event.end.kind]}{detail}"
+    return f"{step}{who} {_describe_end(event.end)}{detail}"
 
 
 def _why_culprits(found: Diagnosis) -> str:
@@ -951,13 +952,22 @@ def _describe_state(state: RankState, found: Diagnosis) -> str:
     if state.has_no_batch_left:
         parts.append("its data loader has ended")
     if not found.is_imported:
-        parts.append(_END[state.end.kind])
+        parts.append(_describe_end(state.end))
     is_measured = state.end.kind is EndKind.OUT_OF_MEMORY and found.out_of_memory is not None
     if state.end.detail and state.end.kind is not EndKind.PEER_LOST and not is_measured:
         parts.append(_clip(state.end.detail))
     return "; ".join(parts)
 
 
+def _describe_end(end: RankEnd) -> str:
+    if end.kind is not EndKind.PEER_LOST or not _TIMED_OUT.search(end.detail):
+        return _END[end.kind]
+    limit = _LIMIT.search(end.detail)
+    return f"waited{f' {_seconds(int(limit[1]) / 1000)}' if limit else ''} in vain for another rank"
+
+
+_TIMED_OUT = re.compile(r"time[ds]? ?out|timing out", re.IGNORECASE)
+_LIMIT = re.compile(r"(\d+) ?(ms|milliseconds)\b")
 _END = {
     EndKind.RUNNING: "still running",
     EndKind.COMPLETE: "ended normally",

@@ -1,6 +1,7 @@
 """The change of the code: a diff, a framework's settings, or the place to insert the plan."""
 
 import ast
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from fsdp_inspect.advice.code_change import CodeChange, write_code_change
 from fsdp_inspect.recording.sharding_calls import read_calls
 from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan
 from fsdp_inspect.trace.run import (
+    ModelInfo,
     RunManifest,
     ShardingCall,
     SourceLines,
@@ -192,14 +194,75 @@ def test_one_helper_that_shards_equal_models_gets_the_plan_of_the_first():
     assert "lm" not in lines[0]
 
 
-def test_printed_lines_name_each_model_and_no_mesh_that_does_not_exist():
-    plan, merged, _ = of_two_models()
-    change = write_code_change(manifest_of(TrainingCode()), Change(plan, merged))
-    assert "fsdp_inspect.apply_plan(lm, plan)" in change.lines
-    assert 'Plan.load("plan.toml").within("ref")' in change.lines
-    assert "fsdp_inspect.apply_plan(ref, plan)" in change.lines
+def manifest_of_two(code: TrainingCode) -> RunManifest:
+    """Two recorded models, `lm` and `ref`, with a block each and the given code."""
+    builder = RunBuilder(("lm.layers.0", "lm", "ref.layers.0", "ref"), code=code)
+    model = ModelInfo(class_name="Decoder + Decoder")
+    return builder.build().manifest.model_copy(update={"model": model})
+
+
+def run_lines(lines: str, **variables: object) -> list[object]:
+    """Run printed lines; returns the models to which they apply a plan."""
+    applied: list[object] = []
+    inspect = SimpleNamespace(
+        Plan=Plan, apply_plan=lambda model, plan, *mesh: applied.append((model, plan.unit_names))
+    )
+    exec(lines.replace("import fsdp_inspect", ""), {"fsdp_inspect": inspect, **variables})
+    return applied
+
+
+@pytest.mark.parametrize("models", ["(lm_net, self.ref)", "[lm_net, self.ref, ]"])
+def test_printed_lines_have_the_names_of_the_loop_that_shards_the_models(models, tmp_path):
+    """The recorded names are those of classes: the script has no such variables."""
+    text = f"""\
+for net in {models}:
+    for b in net.layers: fully_shard(b, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+"""
+    plan, merged, names = of_two_models()
+    after = merged.change(["ref"], reshard_after_forward=True)
+    after.dump(tmp_path / "plan.toml")
+    code = own_calls(text, (2, names), (3, ("lm", "ref")))
+    file = str(tmp_path / "plan.toml")
+    change = write_code_change(manifest_of_two(code), Change(plan, after, plan_file=file))
+    own = SimpleNamespace(ref="second")
+    applied = run_lines(change.lines, lm_net="first", self=own, mesh="mesh")
+    blocks = ("layers.0, layers.1", "")
+    assert applied == [("first", blocks), ("second", blocks)]
+
+
+@pytest.mark.parametrize(
+    ("head", "place"),
+    [
+        ("for net in make_models():", ", model 1 of 2 that train.py:3 shards"),
+        ("for net in (a, b, c):", ", model 1 of 2 that train.py:3 shards"),
+        ("", ""),
+    ],
+)
+def test_unknown_variables_of_models_are_placeholders_that_a_note_explains(head, place):
+    """A name that the script lacks stops it with a NameError."""
+    text = f"{head}\n    for b in net.layers: fully_shard(b)\n    fully_shard(net)\n"
+    plan, merged, names = of_two_models()
+    after = merged.change(["ref"], reshard_after_forward=True)
+    code = own_calls(text, (2, names), (3, ("lm", "ref"))) if head else TrainingCode()
+    change = write_code_change(manifest_of_two(code), Change(plan, after))
+    first, second, *rest = change.lines.splitlines()
+    size = "(200 parameters"
+    assert first == (f"# MODEL_1: your variable of the model that is recorded as lm {size}{place})")
+    assert second.startswith("# MODEL_2: your variable of the model that is recorded as ref (")
+    assert rest[2] == "fsdp_inspect.apply_plan(MODEL_1, plan)"
+    assert rest[4].endswith('.within("ref")')
+    assert rest[5] == "fsdp_inspect.apply_plan(MODEL_2, plan)"
     assert "mesh" not in change.lines
-    ast.parse(change.lines)
+
+
+def test_the_unknown_variable_of_one_model_is_explained():
+    """The outermost units `norm` and `head` are modules of one model, not variables."""
+    before = Plan(units=(UnitPlan(modules=("norm",)), UnitPlan(modules=("head",))))
+    change = Change(before, before.change(["norm"], reshard_after_forward=True))
+    lines = write_code_change(manifest_of(TrainingCode()), change).lines.splitlines()
+    assert lines[0] == "# model: your variable of the recorded model, a Decoder"
+    assert lines[-1] == "fsdp_inspect.apply_plan(model, plan)"
 
 
 def test_a_call_that_shares_its_line_is_the_reason_for_no_diff():
@@ -309,3 +372,22 @@ def test_accelerate_under_the_trainer_of_transformers_is_set_in_its_arguments():
     merged = write_code_change(manifest_of(code), Change(before, before.merge(BLOCKS[:2])))
     assert '"auto_wrap_policy": "NO_WRAP"' in merged.settings
     assert "called from train.py:9" in merged.where
+
+
+@pytest.mark.parametrize("has_own_mesh", [False, True])
+def test_a_diff_before_accelerate_names_no_mesh_that_the_script_lacks(has_own_mesh):
+    user = UserStatement(file="train.py", line=2, end_line=2, model="net", made_at=1)
+    code = of_package("accelerate", user=user)
+    lines = ["net = Net()", "net = accelerator.prepare(net)", "train(net)"]
+    source = SourceLines(file="train.py", first_line=1, lines=lines)
+    manifest = manifest_of(code.model_copy(update={"sources": [source]}))
+    mesh = {"shard": 2} if has_own_mesh else {}
+    plans = [plan.change(["layers.2"], mesh=mesh) for plan in (PLAN, MERGED)]
+    change = write_code_change(manifest, Change(*plans))
+    assert bool(change.diff) is not has_own_mesh
+    if has_own_mesh:
+        note, *_, last = change.lines.splitlines()
+        assert note == "# mesh: your variable of the data-parallel mesh"
+        assert last == "fsdp_inspect.apply_plan(net, plan, mesh)"
+    else:
+        assert added(change)[-1] == "fsdp_inspect.apply_plan(net, plan)"

@@ -11,6 +11,7 @@ from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.trace.correctness import (
     BatchSeen,
+    LossSeen,
     OptimizerSeen,
     ParameterSeen,
     TrainingSeen,
@@ -239,3 +240,33 @@ def test_replicas_that_train_alone_later_are_named(later, is_named) -> None:
     faults = check_training(observed(input_bound(), plain, other)).faults
     named = [each for each in faults if each.sentence.startswith("The ranks no longer combine")]
     assert bool(named) is is_named
+
+
+def losses_of(*tokens: int) -> TrainingSeen:
+    """Means over these numbers of tokens, one in each step."""
+    seen = [
+        LossSeen(step=step, microbatch=0, num_tokens=number, scale=1.0)
+        for step, number in enumerate(tokens)
+    ]
+    return TrainingSeen(num_trainable=4, num_with_gradient=4, losses=seen)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "who", "ranks", "median"),
+    [
+        # The long batch alternates between the ranks, and every second pair is equal.
+        ((20, 100, 20, 20), (20, 20, 20, 100), "of the shorter batch", (0, 1), 3.0),
+        ((20, 100, 20), (20, 20, 100), "of the shorter batch", (0, 1), 5.0),
+        ((100, 80, 90, 20), (20, 20, 20, 200), "on rank 1", (1,), 4.75),
+        ((100, 20, 80, 20), (20, 20, 20, 20), "on rank 1", (1,), 2.5),
+        ((100, 80, 0), (20, 20, 20), "on rank 1", (1,), 4.0),
+    ],
+)
+def test_a_rank_is_named_only_if_its_tokens_weigh_most_in_most_microbatches(
+    first, second, who, ranks, median
+) -> None:
+    (fault,) = check_training(observed(input_bound(), losses_of(*first), losses_of(*second))).faults
+    assert fault.sentence == f"Tokens {who} weigh up to 5.0 times as much."
+    assert fault.ranks == ranks
+    assert f"{median:.1f} times as much in the median of {len(first)} microbatches" in fault.why
+    assert "100 on rank 0 and 20 on rank 1" in fault.why

@@ -561,9 +561,9 @@ def test_a_straggler_is_named_with_its_price_and_what_it_does_meanwhile():
     verdict = give_verdict(facts(straggler=straggler()))
     assert verdict.sentence == "Rank 4 is a straggler: it costs 10% of the step."
     assert verdict.why == (
-        "Without its extra work the typical step of 100 ms is 10.0 ms shorter. It arrives last "
-        "at 86.1% of the collectives, then by 2.00 ms (median). On this rank data takes 9.00 ms "
-        "longer per step than on the other ranks."
+        "Without its extra work the typical step of 100 ms is about 10.0 ms shorter. It arrives "
+        "last at 86.1% of the collectives, then by 2.00 ms (median). On this rank data takes "
+        "9.00 ms longer per step than on the other ranks."
     )
     assert (
         "how rank 4 (host node-1) differs from the other ranks in its input:"

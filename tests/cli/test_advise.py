@@ -99,6 +99,19 @@ def test_the_first_changes_alone_can_be_written_and_are_predicted_alone(invoke, 
     assert " --take 1 --write plan.toml" in advised[0]["verify"][0]
 
 
+def test_the_first_change_is_verified_as_it_was_written(invoke, tmp_path):
+    """The command that writes the plan again would write all changes."""
+    file = tmp_path / "plan.toml"
+    ended = invoke("advise", SAMPLE, "--take", "1", "--write", file, "--json")
+    plan = json.loads(ended.out)["plan"]
+    assert len(plan["suggestions"]) > 1
+    assert plan["change"] == plan["suggestions"][0]["change"]
+    assert plan["verify"] == plan["suggestions"][0]["verify"]
+    assert [line for line in plan["verify"] if "advise" in line.split()] == []
+    second = plan["suggestions"][1]["verify"][0]
+    assert f" --take 2 --write {file}" in second
+
+
 def test_more_changes_than_were_suggested_cannot_be_taken(invoke, tmp_path):
     ended = invoke("advise", SAMPLE, "--take", "9", "--write", tmp_path / "plan.toml")
     assert ended.code == 2

@@ -985,3 +985,27 @@ def test_an_import_that_knows_nothing_of_its_ranks_lists_none(tmp_path):
     text = text_of(render_diagnosis(Run(open_run(tmp_path / "run")).diagnose()))
     assert text.startswith("Cannot tell: an imported trace does not show how the ranks ended.")
     assert "Rank" not in text
+
+
+GLOO_LIMIT = "[unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete"
+NCCL_LIMIT = "[Rank 1] Watchdog caught collective operation timeout: ran for 9500 milliseconds"
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (f"RuntimeError at step 5: {GLOO_LIMIT}", "waited 20 s in vain for another rank"),
+        (f"DistBackendError at step 5: {NCCL_LIMIT}", "waited 9.5 s in vain for another rank"),
+        ("DistStoreError at step 5: wait timeout", "waited in vain for another rank"),
+        ("RuntimeError at step 5: Connection closed by peer", "lost another rank"),
+    ],
+)
+def test_a_rank_whose_time_limit_was_over_lost_no_other_rank(failure: str, words: str) -> None:
+    boxes = {rank: make_box(DONE, RANKS) for rank in RANKS}
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.COMPLETE))
+    run = with_record(run, 1, status=RunStatus.FAILED, failure=failure)
+
+    evidence = " ".join(describe_diagnosis(diagnose(run)).evidence)
+
+    assert f"; {words}. Ranks 0, 2: last issued" in evidence
+    assert ("lost another rank" in evidence) is (words == "lost another rank")

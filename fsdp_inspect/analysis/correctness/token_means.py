@@ -7,13 +7,15 @@
 """
 
 from collections.abc import Iterator, Mapping
-from statistics import median_high
+from statistics import median
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
 from fsdp_inspect.trace.correctness import LossSeen
 
 LEAST_RATIO = 2.0
 """Tokens on one rank that weigh this many times as much as on another are a fault."""
+LEAST_HEAVY_RATIO = 0.75
+"""A rank is named if its tokens weigh most in at least this part of the unequal microbatches."""
 LEAST_LOSSES = 3
 _SCALE_TOLERANCE = 0.01
 
@@ -38,25 +40,37 @@ def check_loss(observed: Observed) -> Iterator[TrainingFault]:
         )
         return
     ratios = [_ratio_of(each) for each in shared]
-    if 2 * sum(ratio >= LEAST_RATIO for ratio in ratios) < len(ratios):
+    unequal = [each for each, ratio in zip(shared, ratios, strict=True) if ratio >= LEAST_RATIO]
+    if 2 * len(unequal) < len(ratios):
         return
-    place = max(range(len(shared)), key=lambda index: ratios[index])
-    losses = shared[place]
-    heavy, *_, light = sorted(losses, key=lambda rank: losses[rank].num_tokens)
-    typical = median_high(ratios)
+    heaviest = [_by_weight(each)[0] for each in unequal]
+    often = max(heaviest, key=heaviest.count)
+    is_named = heaviest.count(often) >= LEAST_HEAVY_RATIO * len(unequal)
+    losses = max(
+        (each for each in unequal if not is_named or _by_weight(each)[0] == often), key=_ratio_of
+    )
+    heavy, *_, light = _by_weight(losses)
+    where = f"on rank {heavy}" if is_named else "of the shorter batch"
     yield TrainingFault(
         TrainingCheck.LOSS,
-        (heavy,),
+        (heavy,) if is_named else tuple(sorted(set(heaviest))),
         False,
-        f"Tokens on rank {heavy} weigh up to {max(ratios):.1f} times as much.",
+        f"Tokens {where} weigh up to {_ratio_of(losses):.1f} times as much.",
         f"Each rank takes the mean over its own tokens: in step {losses[heavy].step}, "
         f"{losses[light].num_tokens} on rank {light} and {losses[heavy].num_tokens} on rank "
         f"{heavy}. The mean of the gradients over the ranks then weighs a token of the shorter "
-        f"batch more: {typical:.1f} times as much in the median of {len(ratios)} microbatches.",
+        f"batch more: {median(ratios):.1f} times as much in the median of {len(ratios)} "
+        f"microbatches, and at least {LEAST_RATIO:.0f} times in {len(unequal)} of them.",
         "Divide the sum of the losses by the number of tokens of all ranks and microbatches, times "
         "the number of ranks (in Transformers: num_items_in_batch).",
         losses[heavy].place,
     )
+
+
+def _by_weight(losses: Mapping[int, LossSeen]) -> list[int]:
+    """The ranks that have tokens, the one with the heaviest tokens first."""
+    ranks = [rank for rank, loss in losses.items() if loss.num_tokens]
+    return sorted(ranks, key=lambda rank: losses[rank].num_tokens)
 
 
 def _ratio_of(losses: Mapping[int, LossSeen]) -> float:

@@ -46,6 +46,8 @@ class StragglerEvidence:
     """The typical step of the median rank."""
     parts_ns: NDArray[np.float64]
     """Each of `OWN_PARTS` in the typical step of each rank, shape (ranks, parts)."""
+    between_ns: NDArray[np.float64]
+    """Checkpoints and evaluation between the steps of each rank, per typical step."""
     read_message_waits: Callable[[], Mapping[int, int]]
     """Reads `message_waits_ns`, which needs a file of each rank, when it is needed."""
 
@@ -111,6 +113,13 @@ class StragglerEvidence:
         extra = np.median(own, axis=0) - np.median(others, axis=0)
         longest = int(np.argmax(extra))
         return OWN_PARTS[longest].label, round(float(extra[longest]))
+
+    def extra_between_ns(self, ranks: Collection[int]) -> int:
+        """Return how much longer than the other ranks these work between steps, if it matters."""
+        is_own = np.isin(self.ranks, list(ranks))
+        own, others = self.between_ns[is_own], self.between_ns[~is_own]
+        extra = round(float(np.median(own) - np.median(others)))
+        return extra if extra >= self.least_cost_ns else 0
 
     def _shared(self, ranks: Collection[int]) -> "_Shared":
         """Return the collectives that these ranks share with other ranks."""
@@ -306,4 +315,5 @@ def _describe(
         cost_ns=cost_ns,
         bound_because=bound,
         cost_ratio=cost_ns / evidence.step_time_ns,
+        between_ns=evidence.extra_between_ns(ranks),
     )

@@ -343,6 +343,7 @@ def _measure_ranks(run: RunSource) -> Ranks:
         alignment.uncertainty_ns,
         step_time or 0,
         np.stack([timed.typical.means(part) for part in OWN_PARTS], axis=1),
+        timed.typical.means(StepPart.BETWEEN_STEPS),
         cache(partial(_message_waits, run, members)),
     )
     slow_group, group_refusal = find_slow_group(evidence, name_rank_sets(run, evidence.ranks))
@@ -547,7 +548,7 @@ def _judge_messages(evidence: StragglerEvidence, rank: int) -> str | None:
         return None
     return (
         f"rank {rank} works longest in most steps, but its cost is unknown, because sends and "
-        "receives cannot be replayed. It is at most "
+        "receives cannot be replayed. Its extra work in the steps takes "
         f"{format_ns(evidence.work.excess_ns(rank))} a step."
     )
 
@@ -582,6 +583,7 @@ def _describe_straggler(run: RunSource, evidence: StragglerEvidence, priced: _Pr
         like_rank=priced.like_rank,
         cost_ns=priced.cost_ns,
         cost_ratio=priced.cost_ns / evidence.step_time_ns,
+        between_ns=evidence.extra_between_ns([row.rank]),
         waits_ns=waits_for(run, evidence.aligned, row.rank, evidence.uncertainty_ns),
     )
 

@@ -225,6 +225,7 @@ def give_rank_verdict(rank: int, host: str, facts: StepFacts, run: Verdict) -> R
 
 def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
     growth, straggler, group = facts.growth, facts.straggler, facts.slow_group
+    late = straggler or group
     return {
         "step_time_ns": facts.step_time_ns,
         "compute_ns": facts.compute_ns,
@@ -241,6 +242,7 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "straggler_rank": straggler.rank if straggler else None,
         "straggler_cost_ns": straggler.cost_ns if straggler else None,
         "slow_group_cost_ns": group.cost_ns if group else None,
+        "late_between_ns": late.between_ns if late else None,
         "peak_allocated_bytes": facts.peak_allocated_bytes,
         "peak_reserved_bytes": facts.peak_reserved_bytes,
         "device_ratio": facts.device_ratio,

@@ -92,6 +92,9 @@ class Straggler:
     waits_ns: dict[str, int]
     """Longest wait of a rank for it per step, by dimension of the mesh, longest first. Waits at
     collectives at which it arrives last. Empty for a mesh of one dimension."""
+    between_ns: int = 0
+    """Its extra time in checkpoints and evaluation between the steps, per step. No part of the
+    cost, which is that of its extra work in the steps."""
 
     @property
     def waits_for_data(self) -> bool:
@@ -132,6 +135,8 @@ class SlowGroup:
     """The reason why the cost is an upper bound, as a clause; empty: it is replayed."""
     cost_ratio: float
     """Cost / typical step of the median rank."""
+    between_ns: int = 0
+    """See `Straggler.between_ns`."""
 
     @property
     def at_most(self) -> str:

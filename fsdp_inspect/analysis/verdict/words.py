@@ -399,13 +399,14 @@ def _phrase_straggler(facts: StepFacts) -> Words:
     phase = f", most of all in {straggler.named_phase}" if straggler.named_phase else ""
     why = [
         f"Without its extra work the typical step of {format_ns(facts.step_time_ns)} is "
-        f"{format_ns(straggler.cost_ns)} shorter.",
+        f"about {format_ns(straggler.cost_ns)} shorter.",
         f"It arrives last at {format_ratio(straggler.last_ratio)} of the collectives, then by "
         f"{format_ns(straggler.late_ns)} (median){phase}.",
     ]
     extra = describe_extra_work(straggler)
     if extra:
         why.append(f"On this rank {extra} per step than on the other ranks.")
+    why += describe_extra_between(straggler.between_ns)
     along = describe_waits_along(straggler.waits_ns)
     if along:
         why.append(along)
@@ -461,6 +462,12 @@ def describe_extra_work(straggler: Straggler) -> str:
     return _extra_work(straggler.meanwhile, straggler.meanwhile_ns)
 
 
+def describe_extra_between(between_ns: float) -> list[str]:
+    """Describe the extra work of late ranks that their cost leaves out; empty without any."""
+    extra = f"Checkpoints or evaluation between its steps take {format_ns(between_ns)} longer, too"
+    return [f"{extra}: this estimate leaves them out."] if between_ns else []
+
+
 def _extra_work(part: str, excess_ns: int) -> str:
     if excess_ns <= 0:
         return ""
@@ -479,7 +486,7 @@ def _phrase_slow_group(facts: StepFacts) -> Words:
         f"{capitalize(describe_group(group.names[0]))} is slow: it costs {group.at_most}"
         f"{_ratio(facts, group.cost_ns)} of the step.",
         describe_slow_ranks(group.ranks, group.busiest_ratio),
-        " ".join([cost, *describe_slow_group(group)]),
+        " ".join([cost, *describe_extra_between(group.between_ns), *describe_slow_group(group)]),
         (
             _advise_slow_group(group),
             NOT_TRANSFERS,

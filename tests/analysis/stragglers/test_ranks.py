@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_inspect.advice.run_advice import find_findings
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.report.ranks_wording import describe_answer
+from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.tables import DeviceTable
 from tests.builders import RunBuilder, steady_run
 from tests.llama70b import (
@@ -81,6 +83,32 @@ def test_a_straggler_is_priced_by_the_step_without_it():
     assert straggler.cost_ratio == pytest.approx(60 / 170)
     assert (straggler.meanwhile, straggler.meanwhile_ns) == ("data", 60)
     assert ranks.replay.error_ratio == 0
+
+
+@pytest.mark.parametrize(("others_ns", "extra_ns"), [(0, 40), (40, 0)])
+def test_what_a_straggler_does_between_its_steps_is_no_part_of_its_cost(others_ns, extra_ns):
+    """Fixing both saves 100 a step, so the cost of 60 is no bound of what can be saved."""
+    builder, length = RunBuilder(world_size=3), 40 + 160 + 10
+    for step in range(5):
+        now = length * step
+        for number, (between, own) in enumerate([(others_ns, 100), (others_ns, 100), (40, 160)]):
+            rank, start = builder.rank(number), now + between
+            rank.record = {"host": "a"}
+            rank.step(step, now, now + length)
+            rank.add(EventKind.BETWEEN_STEPS, now, start)
+            rank.forward("layers.0", start, start + own)
+            rank.all_gather("layers.0", start + own, now + length, need=start + own, sequence=step)
+    run = builder.build()
+    straggler = measure_ranks(run).straggler
+    assert (straggler.rank, straggler.cost_ns, straggler.between_ns) == (2, 60, extra_ns)
+
+    why, (fix, *_) = measure_summary(run).verdict.why, find_findings(run)
+    extra = "Checkpoints or evaluation between its steps take 40 ns longer, too"
+    assert "is about 60 ns shorter" in why
+    assert (extra in why) is (extra in fix.effect.sentence) is bool(extra_ns)
+    estimate = "Saves about 60 ns a step, estimated from the extra work in the steps."
+    assert fix.effect.sentence.startswith(estimate)
+    assert fix.effect.saved_high_ns == 60 + extra_ns
 
 
 @pytest.mark.parametrize(("delay_ns", "named"), [(0, True), (100, True), (200, False)])
