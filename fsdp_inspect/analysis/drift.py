@@ -1,17 +1,18 @@
 """Find lasting changes of the step time, and what changed with them.
 
-[Note: Change points] The step times of the median rank are reduced to medians of blocks of at least
-5 steps. Binary segmentation proposes splits: each has the smallest sum of absolute differences from
-the medians of both sides. Then the smallest split that is no change is removed, until all are. A
-split is a change if each side has at least 10 blocks, the medians differ by at least 10%, and at
-least 97% of the pairs of blocks of both sides differ in the same direction. Outliers therefore give
-no change point, and slow wandering rarely does.
+[Note: Change points] The step times of the median rank (timed and plain steps, without what the
+detail costs) are reduced to medians of blocks of at least 5 steps. Binary segmentation proposes
+splits: each has the smallest sum of absolute differences from the medians of both sides. Then the
+smallest split that is no change is removed, until all are. A split is a change if each side has at
+least 10 blocks, the medians differ by at least 10%, and at least 97% of the pairs of blocks of both
+sides differ in the same direction. Outliers therefore give no change point, and slow wandering
+rarely does.
 
 The last part of this file finds what changed with a change point.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import ClassVar
@@ -20,7 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.step_selection import RankSteps, timed_ranks
+from fsdp_inspect.analysis.plain_steps import remove_detail_cost
+from fsdp_inspect.analysis.step_selection import (
+    RankSteps,
+    select_steps,
+    timed_ranks,
+    usual_steps,
+)
 from fsdp_inspect.columns import TableSpec, number_column, text_column, value_column
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import MetricUnit, find_metric
@@ -69,6 +76,9 @@ class ChangePoint:
     Coincidence]."""
     coincident: tuple[str, ...]
     """Other changes at the same step, one sentence each. They are not causes."""
+    are_parts_known: bool = True
+    """Whether detailed steps on both sides show the change. In plain steps, only the data and the
+    garbage collection are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +88,9 @@ class Drift(TableResult):
     rank: int | None
     """The median rank; None without a timed step."""
     num_steps: int
-    """The number of timed steps."""
+    """The number of timed and plain steps."""
     is_long_enough: bool
-    """Whether the run has enough timed steps (100) for a change point."""
+    """Whether the run has enough of them (100) for a change point."""
     changes: tuple[ChangePoint, ...]
     """The change points, by step."""
 
@@ -117,13 +127,15 @@ def measure_drift(run: RunSource) -> Drift:
 
 
 def _measure_drift(run: RunSource) -> Drift:
-    member = timed_ranks(run).median
-    if member is None:
+    member, usual = timed_ranks(run).median, usual_steps(run)
+    if member is None or usual is None:
         return Drift(None, 0, is_long_enough=False, changes=())
-    times = member.step_time_ns
+    is_plain = np.isin(usual.steps, select_steps(run).plain)
+    times = remove_detail_cost(usual.steps, usual.step_time_ns, is_plain)
+    usual = replace(usual, step_time_ns=times)
     edges = [0, *find_change_points(times), len(times)]
     changes = tuple(
-        _describe(run, member, slice(low, at), slice(at, high))
+        _describe(run, member, usual, slice(low, at), slice(at, high))
         for low, at, high in zip(edges, edges[1:-1], edges[2:], strict=False)
     )
     is_long_enough = len(times) >= 2 * _BLOCKS_PER_SIDE * _STEPS_PER_BLOCK
@@ -202,16 +214,35 @@ def _is_change(before: NDArray[np.float64], after: NDArray[np.float64], rule: Ch
     return max(higher, 1 - higher) >= _LEAST_SEPARATION
 
 
-def _describe(run: RunSource, member: RankSteps, before: slice, after: slice) -> ChangePoint:
-    was, now = (round(float(np.median(member.step_time_ns[side]))) for side in (before, after))
+def _describe(
+    run: RunSource, member: RankSteps, usual: RankSteps, before: slice, after: slice
+) -> ChangePoint:
+    was, now = (round(float(np.median(usual.step_time_ns[side]))) for side in (before, after))
+    detailed = _slices(member, (usual.steps[before], usual.steps[after]))
+    are_parts_known = _show_change(member, detailed, now - was)
+    accounts = (
+        find_accounts(member, *detailed)
+        if are_parts_known
+        else find_accounts(usual, before, after, parts=[StepPart.DATA])
+    )
     return ChangePoint(
-        step=int(member.steps[after.start]),
+        step=int(usual.steps[after.start]),
         before_ns=was,
         after_ns=now,
         change_ratio=now / was - 1,
-        accounted_by=tuple(find_accounts(member, before, after)),
-        coincident=tuple(find_coincidences(run, member, before, after)),
+        accounted_by=tuple(accounts),
+        coincident=tuple(
+            find_coincidences(run, usual, before, after, compares_ranks=are_parts_known)
+        ),
+        are_parts_known=are_parts_known,
     )
+
+
+def _show_change(member: RankSteps, sides: tuple[slice, slice], change: int) -> bool:
+    """Whether enough detailed steps lie on both sides, and show the change of all steps."""
+    if any(side.stop - side.start < _STEPS_PER_BLOCK for side in sides):
+        return False
+    return _is_account(_change(member.step_time_ns, *sides), change)
 
 
 # --- Find what changed at the same step as the step time.
@@ -243,23 +274,31 @@ _CLOCK_LIMITS = {"heat": 0x20 | 0x40, "power": 0x04 | 0x80, "a hardware slowdown
 """Bits of `nvmlClocksEventReason`, by the limit that they report."""
 
 
-def find_accounts(member: RankSteps, before: slice, after: slice) -> Iterator[str]:
+def find_accounts(
+    member: RankSteps, before: slice, after: slice, parts: Sequence[StepPart] = PARTS_OF_STEP
+) -> Iterator[str]:
     """Find the parts that account for a change of the step time. See [Note: Coincidence].
 
     Args:
         member: The median rank.
         before: The positions of its steps before the change.
         after: The positions of its steps after the change.
+        parts: The parts that are known in these steps.
     """
     change = _change(member.step_time_ns, before, after)
-    yield from _parts(member, before, after, change, PARTS_OF_STEP)
+    yield from _parts(member, before, after, change, parts)
     was, now = (_collected_ns(member, side) for side in (before, after))
     if _is_account(now - was, change):
         yield f"garbage collection: {format_ns(was)} to {format_ns(now)}"
 
 
 def find_coincidences(
-    run: RunSource, member: RankSteps, before: slice, after: slice
+    run: RunSource,
+    member: RankSteps,
+    before: slice,
+    after: slice,
+    *,
+    compares_ranks: bool = True,
 ) -> Iterator[str]:
     """Find the other changes at the same step, those of late ranks first.
 
@@ -268,10 +307,11 @@ def find_coincidences(
         member: The median rank.
         before: The positions of its steps before the change.
         after: The positions of its steps after the change.
+        compares_ranks: Whether to name late ranks, which detailed steps show.
     """
     change = _change(member.step_time_ns, before, after)
     sides = member.steps[before], member.steps[after]
-    late = _late_ranks(run, member, sides, change)
+    late = _late_ranks(run, sides, change) if compares_ranks else []
     for other in late:
         yield from _own_work(other, sides, change)
     yield from _collections(member, before, after, change, "")
@@ -322,11 +362,13 @@ _Sides = tuple[NDArray[np.int32], NDArray[np.int32]]
 """The steps before and after the change."""
 
 
-def _late_ranks(run: RunSource, member: RankSteps, sides: _Sides, change: float) -> list[RankSteps]:
+def _late_ranks(run: RunSource, sides: _Sides, change: float) -> list[RankSteps]:
     """The late ranks, largest change first. See [Note: Coincidence]."""
-    if _is_account(_own_change(member, sides), change):
+    timed = timed_ranks(run)
+    member = timed.median
+    if member is None or _is_account(_own_change(member, sides), change):
         return []  # the median rank itself works longer
-    others = [other for other in timed_ranks(run).members if other.rank != member.rank]
+    others = [other for other in timed.members if other.rank != member.rank]
     parts = {other.rank: _own_change(other, sides) / change for other in others}
     late = [other for other in others if parts[other.rank] >= _LEAST_PART]
     return sorted(late, key=lambda other: -parts[other.rank])[:_MOST_LATE_RANKS]

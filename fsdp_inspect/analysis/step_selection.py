@@ -32,7 +32,7 @@ from fsdp_inspect.store.reduction.timed_steps import (
     StepSelection,
     choose_typical,
 )
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Statistic, StepPart
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Statistic, StepFlag, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of
 
@@ -326,14 +326,36 @@ def _timed_ranks(run: RunSource) -> TimedRanks:
     )
 
 
-def _read_members(run: RunSource, expected: Sequence[int]) -> tuple[RankSteps, ...]:
-    """Read the timed steps of one rank, or of all ranks that have any.
+def usual_steps(run: RunSource) -> RankSteps | None:
+    """Return the usual steps of the median rank: the timed steps, and plain steps like them.
+
+    The waits and units of plain steps are unknown. Plain steps after an evaluation or a checkpoint
+    are left out.
+    """
+    member, plain = timed_ranks(run).median, select_steps(run).plain
+    if member is None or not plain:
+        return member
+    return remember(run, "usual steps", partial(_usual_steps, run, member))
+
+
+def _usual_steps(run: RunSource, member: RankSteps) -> RankSteps:
+    selection = select_steps(run)
+    rows = run.summary(ranks=[member.rank], kinds=[EventKind.STEP])
+    steps = rows.step[(rows.flags & StepFlag.HAS_BETWEEN) == 0]
+    plain = steps[np.isin(steps, selection.plain)].tolist()
+    return _read_members(run, [member.rank], sorted([*selection.timed, *plain]))[0]
+
+
+def _read_members(
+    run: RunSource, expected: Sequence[int], chosen: Sequence[int] | None = None
+) -> tuple[RankSteps, ...]:
+    """Read the chosen steps (default: the timed ones) of one rank, or of all ranks that have any.
 
     Raises:
         CorruptFileError: Other ranks have timed steps than the statistics of the run state.
     """
     ranks = expected if len(expected) == 1 else None
-    timed = select_steps(run).timed
+    timed = select_steps(run).timed if chosen is None else chosen
     steps, communication = (
         _of_steps(run.summary(ranks=ranks, kinds=[kind]), timed)
         for kind in (EventKind.STEP, StepPart.COMMUNICATION)

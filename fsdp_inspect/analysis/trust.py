@@ -23,6 +23,7 @@ import numpy as np
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.memory.growth import find_growth
+from fsdp_inspect.analysis.plain_steps import PlainSteps, find_other_plain_steps
 from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.formatting import (
@@ -131,6 +132,8 @@ class Trust:
     run does not show. 0 if their latency is known."""
     is_pipeline: bool = False
     """Whether the rank sends to others or receives from them in these steps."""
+    plain_steps: PlainSteps | None = None
+    """Plain steps whose times differ clearly from those of the detailed steps."""
 
     @property
     def run_delay_ratio(self) -> float:
@@ -142,7 +145,13 @@ class Trust:
     @property
     def time_caveat(self) -> str | None:
         """What every time of the run needs, in sentences; None: nothing."""
-        return " ".join(filter(None, (self._cores_caveat, self.paging_caveat))) or None
+        return " ".join(filter(None, (self._cores_caveat, self.caveat_beside_cores))) or None
+
+    @property
+    def caveat_beside_cores(self) -> str | None:
+        """The same without missing cores, where a headline states these; None: nothing."""
+        other_steps = self.plain_steps.sentence if self.plain_steps else None
+        return " ".join(filter(None, (self._paging_caveat, other_steps))) or None
 
     @property
     def _cores_caveat(self) -> str | None:
@@ -156,7 +165,7 @@ class Trust:
         )
 
     @property
-    def paging_caveat(self) -> str | None:
+    def _paging_caveat(self) -> str | None:
         """What pages from a disk do to the times. See [Note: pages from a disk]."""
         if self.paging is None:
             return None
@@ -377,6 +386,7 @@ def _measure_trust(run: RunSource) -> Trust:
         spread_ratio=half_range_ratio(times),
         num_steps=len(times),
         host_behind_ratio=_measure_host_behind(run),
+        plain_steps=find_other_plain_steps(run),
     )
 
 
