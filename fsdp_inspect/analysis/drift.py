@@ -22,12 +22,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.plain_steps import remove_detail_cost
-from fsdp_inspect.analysis.step_selection import (
-    RankSteps,
-    select_steps,
-    timed_ranks,
-    usual_steps,
-)
+from fsdp_inspect.analysis.step_selection import RankSteps, timed_ranks, usual_steps
 from fsdp_inspect.columns import TableSpec, number_column, text_column, value_column
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import MetricUnit, find_metric
@@ -127,15 +122,15 @@ def measure_drift(run: RunSource) -> Drift:
 
 
 def _measure_drift(run: RunSource) -> Drift:
-    member, usual = timed_ranks(run).median, usual_steps(run)
-    if member is None or usual is None:
+    found = usual_steps(run)
+    if found is None:
         return Drift(None, 0, is_long_enough=False, changes=())
-    is_plain = np.isin(usual.steps, select_steps(run).plain)
-    times = remove_detail_cost(usual.steps, usual.step_time_ns, is_plain)
-    usual = replace(usual, step_time_ns=times)
+    member, is_plain = found
+    times = remove_detail_cost(member.steps, member.step_time_ns, is_plain)
+    member = replace(member, step_time_ns=times)
     edges = [0, *find_change_points(times), len(times)]
     changes = tuple(
-        _describe(run, member, usual, slice(low, at), slice(at, high))
+        _describe(run, member, slice(low, at), slice(at, high))
         for low, at, high in zip(edges, edges[1:-1], edges[2:], strict=False)
     )
     is_long_enough = len(times) >= 2 * _BLOCKS_PER_SIDE * _STEPS_PER_BLOCK
@@ -214,35 +209,17 @@ def _is_change(before: NDArray[np.float64], after: NDArray[np.float64], rule: Ch
     return max(higher, 1 - higher) >= _LEAST_SEPARATION
 
 
-def _describe(
-    run: RunSource, member: RankSteps, usual: RankSteps, before: slice, after: slice
-) -> ChangePoint:
-    was, now = (round(float(np.median(usual.step_time_ns[side]))) for side in (before, after))
-    detailed = _slices(member, (usual.steps[before], usual.steps[after]))
-    are_parts_known = _show_change(member, detailed, now - was)
-    accounts = (
-        find_accounts(member, *detailed)
-        if are_parts_known
-        else find_accounts(usual, before, after, parts=[StepPart.DATA])
-    )
+def _describe(run: RunSource, member: RankSteps, before: slice, after: slice) -> ChangePoint:
+    was, now = (round(float(np.median(member.step_time_ns[side]))) for side in (before, after))
     return ChangePoint(
-        step=int(usual.steps[after.start]),
+        step=int(member.steps[after.start]),
         before_ns=was,
         after_ns=now,
         change_ratio=now / was - 1,
-        accounted_by=tuple(accounts),
-        coincident=tuple(
-            find_coincidences(run, usual, before, after, compares_ranks=are_parts_known)
-        ),
-        are_parts_known=are_parts_known,
+        accounted_by=tuple(find_accounts(run, member, before, after)),
+        coincident=tuple(find_coincidences(run, member, before, after)),
+        are_parts_known=_find_detailed(run, member, before, after) is not None,
     )
-
-
-def _show_change(member: RankSteps, sides: tuple[slice, slice], change: int) -> bool:
-    """Whether enough detailed steps lie on both sides, and show the change of all steps."""
-    if any(side.stop - side.start < _STEPS_PER_BLOCK for side in sides):
-        return False
-    return _is_account(_change(member.step_time_ns, *sides), change)
 
 
 # --- Find what changed at the same step as the step time.
@@ -274,44 +251,53 @@ _CLOCK_LIMITS = {"heat": 0x20 | 0x40, "power": 0x04 | 0x80, "a hardware slowdown
 """Bits of `nvmlClocksEventReason`, by the limit that they report."""
 
 
-def find_accounts(
-    member: RankSteps, before: slice, after: slice, parts: Sequence[StepPart] = PARTS_OF_STEP
-) -> Iterator[str]:
+def find_accounts(run: RunSource, member: RankSteps, before: slice, after: slice) -> Iterator[str]:
     """Find the parts that account for a change of the step time. See [Note: Coincidence].
 
     Args:
-        member: The median rank.
+        run: A recorded run.
+        member: The usual steps of the median rank.
         before: The positions of its steps before the change.
         after: The positions of its steps after the change.
-        parts: The parts that are known in these steps.
     """
     change = _change(member.step_time_ns, before, after)
-    yield from _parts(member, before, after, change, parts)
+    detailed = _find_detailed(run, member, before, after)
+    if detailed is None:
+        yield from _parts(member, before, after, change, [StepPart.DATA])
+    else:
+        yield from _parts(*detailed, change, PARTS_OF_STEP)
     was, now = (_collected_ns(member, side) for side in (before, after))
     if _is_account(now - was, change):
         yield f"garbage collection: {format_ns(was)} to {format_ns(now)}"
 
 
+def _find_detailed(
+    run: RunSource, member: RankSteps, before: slice, after: slice
+) -> tuple[RankSteps, slice, slice] | None:
+    """The detailed steps of both sides; None: they are too few, or do not show the change."""
+    change = _change(member.step_time_ns, before, after)
+    timed = timed_ranks(run).median or member
+    sides = _slices(timed, (member.steps[before], member.steps[after]))
+    are_enough = min(side.stop - side.start for side in sides) >= _STEPS_PER_BLOCK
+    shows = are_enough and _is_account(_change(timed.step_time_ns, *sides), change)
+    return (timed, *sides) if shows else None
+
+
 def find_coincidences(
-    run: RunSource,
-    member: RankSteps,
-    before: slice,
-    after: slice,
-    *,
-    compares_ranks: bool = True,
+    run: RunSource, member: RankSteps, before: slice, after: slice
 ) -> Iterator[str]:
     """Find the other changes at the same step, those of late ranks first.
 
     Args:
         run: A recorded run.
-        member: The median rank.
+        member: The usual steps of the median rank.
         before: The positions of its steps before the change.
         after: The positions of its steps after the change.
-        compares_ranks: Whether to name late ranks, which detailed steps show.
     """
     change = _change(member.step_time_ns, before, after)
     sides = member.steps[before], member.steps[after]
-    late = _late_ranks(run, sides, change) if compares_ranks else []
+    detailed = _find_detailed(run, member, before, after)
+    late = [] if detailed is None else _late_ranks(run, detailed[0], sides, change)
     for other in late:
         yield from _own_work(other, sides, change)
     yield from _collections(member, before, after, change, "")
@@ -362,13 +348,11 @@ _Sides = tuple[NDArray[np.int32], NDArray[np.int32]]
 """The steps before and after the change."""
 
 
-def _late_ranks(run: RunSource, sides: _Sides, change: float) -> list[RankSteps]:
+def _late_ranks(run: RunSource, member: RankSteps, sides: _Sides, change: float) -> list[RankSteps]:
     """The late ranks, largest change first. See [Note: Coincidence]."""
-    timed = timed_ranks(run)
-    member = timed.median
-    if member is None or _is_account(_own_change(member, sides), change):
+    if _is_account(_own_change(member, sides), change):
         return []  # the median rank itself works longer
-    others = [other for other in timed.members if other.rank != member.rank]
+    others = [other for other in timed_ranks(run).members if other.rank != member.rank]
     parts = {other.rank: _own_change(other, sides) / change for other in others}
     late = [other for other in others if parts[other.rank] >= _LEAST_PART]
     return sorted(late, key=lambda other: -parts[other.rank])[:_MOST_LATE_RANKS]

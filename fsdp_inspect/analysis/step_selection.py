@@ -326,24 +326,19 @@ def _timed_ranks(run: RunSource) -> TimedRanks:
     )
 
 
-def usual_steps(run: RunSource) -> RankSteps | None:
-    """Return the usual steps of the median rank: the timed steps, and plain steps like them.
+def usual_steps(run: RunSource) -> tuple[RankSteps, NDArray[np.bool_]] | None:
+    """Return the timed and plain steps of the median rank, and whether each is plain, shape (S,).
 
-    The waits and units of plain steps are unknown. Plain steps after an evaluation or a checkpoint
-    are left out.
+    Plain steps after an evaluation or a checkpoint are left out. None without a timed step.
     """
-    member, plain = timed_ranks(run).median, select_steps(run).plain
-    if member is None or not plain:
-        return member
-    return remember(run, "usual steps", partial(_usual_steps, run, member))
-
-
-def _usual_steps(run: RunSource, member: RankSteps) -> RankSteps:
-    selection = select_steps(run)
+    member, selection = timed_ranks(run).median, select_steps(run)
+    if member is None:
+        return None
     rows = run.summary(ranks=[member.rank], kinds=[EventKind.STEP])
-    steps = rows.step[(rows.flags & StepFlag.HAS_BETWEEN) == 0]
-    plain = steps[np.isin(steps, selection.plain)].tolist()
-    return _read_members(run, [member.rank], sorted([*selection.timed, *plain]))[0]
+    plain = np.intersect1d(rows.step[(rows.flags & StepFlag.HAS_BETWEEN) == 0], selection.plain)
+    if len(plain):
+        (member,) = _read_members(run, [member.rank], [*selection.timed, *plain.tolist()])
+    return member, np.isin(member.steps, plain)
 
 
 def _read_members(

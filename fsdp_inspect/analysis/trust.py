@@ -23,8 +23,8 @@ import numpy as np
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.memory.growth import find_growth
-from fsdp_inspect.analysis.plain_steps import PlainSteps, find_other_plain_steps
-from fsdp_inspect.analysis.step_selection import inspected_rank
+from fsdp_inspect.analysis.plain_steps import describe_other_plain_steps
+from fsdp_inspect.analysis.step_selection import inspected_rank, usual_steps
 from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.formatting import (
     capitalize,
@@ -132,8 +132,8 @@ class Trust:
     run does not show. 0 if their latency is known."""
     is_pipeline: bool = False
     """Whether the rank sends to others or receives from them in these steps."""
-    plain_steps: PlainSteps | None = None
-    """Plain steps whose times differ clearly from those of the detailed steps."""
+    other_plain_steps: str | None = None
+    """The times of plain and detailed steps, as a sentence; None: they do not differ clearly."""
 
     @property
     def run_delay_ratio(self) -> float:
@@ -150,8 +150,7 @@ class Trust:
     @property
     def caveat_beside_cores(self) -> str | None:
         """The same without missing cores, where a headline states these; None: nothing."""
-        other_steps = self.plain_steps.sentence if self.plain_steps else None
-        return " ".join(filter(None, (self._paging_caveat, other_steps))) or None
+        return " ".join(filter(None, (self._paging_caveat, self.other_plain_steps))) or None
 
     @property
     def _cores_caveat(self) -> str | None:
@@ -376,7 +375,7 @@ def _measure_trust(run: RunSource) -> Trust:
     member = inspected_rank(run)
     is_typical = np.isin(member.steps, member.typical_steps) if member else np.zeros(0, np.bool_)
     times = member.step_time_ns[is_typical].tolist() if member else []
-    growth = find_growth(run)
+    growth, usual = find_growth(run), usual_steps(run)
     return Trust(
         run_id=manifest.run_id,
         run_delay=find_run_delay(run, _few_ranks(run)),
@@ -386,7 +385,8 @@ def _measure_trust(run: RunSource) -> Trust:
         spread_ratio=half_range_ratio(times),
         num_steps=len(times),
         host_behind_ratio=_measure_host_behind(run),
-        plain_steps=find_other_plain_steps(run),
+        other_plain_steps=usual
+        and describe_other_plain_steps(usual[0].steps, usual[0].step_time_ns, usual[1]),
     )
 
 
