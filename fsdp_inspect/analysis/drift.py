@@ -1,17 +1,18 @@
 """Find lasting changes of the step time, and what changed with them.
 
-[Note: Change points] The step times of the median rank are reduced to medians of blocks of at least
-5 steps. Binary segmentation proposes splits: each has the smallest sum of absolute differences from
-the medians of both sides. Then the smallest split that is no change is removed, until all are. A
-split is a change if each side has at least 10 blocks, the medians differ by at least 10%, and at
-least 97% of the pairs of blocks of both sides differ in the same direction. Outliers therefore give
-no change point, and slow wandering rarely does.
+[Note: Change points] The step times of the median rank (timed and plain steps, without what the
+detail costs) are reduced to medians of blocks of at least 5 steps. Binary segmentation proposes
+splits: each has the smallest sum of absolute differences from the medians of both sides. Then the
+smallest split that is no change is removed, until all are. A split is a change if each side has at
+least 10 blocks, the medians differ by at least 10%, and at least 97% of the pairs of blocks of both
+sides differ in the same direction. Outliers therefore give no change point, and slow wandering
+rarely does.
 
 The last part of this file finds what changed with a change point.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import ClassVar
@@ -20,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.step_selection import RankSteps, timed_ranks
+from fsdp_inspect.analysis.plain_steps import remove_detail_cost
+from fsdp_inspect.analysis.step_selection import RankSteps, timed_ranks, usual_steps
 from fsdp_inspect.columns import TableSpec, number_column, text_column, value_column
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import MetricUnit, find_metric
@@ -69,6 +71,9 @@ class ChangePoint:
     Coincidence]."""
     coincident: tuple[str, ...]
     """Other changes at the same step, one sentence each. They are not causes."""
+    are_parts_known: bool = True
+    """Whether detailed steps on both sides show the change. In plain steps, only the data and the
+    garbage collection are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +83,9 @@ class Drift(TableResult):
     rank: int | None
     """The median rank; None without a timed step."""
     num_steps: int
-    """The number of timed steps."""
+    """The number of timed and plain steps."""
     is_long_enough: bool
-    """Whether the run has enough timed steps (100) for a change point."""
+    """Whether the run has enough of them (100) for a change point."""
     changes: tuple[ChangePoint, ...]
     """The change points, by step."""
 
@@ -117,10 +122,12 @@ def measure_drift(run: RunSource) -> Drift:
 
 
 def _measure_drift(run: RunSource) -> Drift:
-    member = timed_ranks(run).median
-    if member is None:
+    found = usual_steps(run)
+    if found is None:
         return Drift(None, 0, is_long_enough=False, changes=())
-    times = member.step_time_ns
+    member, is_plain = found
+    times = remove_detail_cost(member.steps, member.step_time_ns, is_plain)
+    member = replace(member, step_time_ns=times)
     edges = [0, *find_change_points(times), len(times)]
     changes = tuple(
         _describe(run, member, slice(low, at), slice(at, high))
@@ -209,8 +216,9 @@ def _describe(run: RunSource, member: RankSteps, before: slice, after: slice) ->
         before_ns=was,
         after_ns=now,
         change_ratio=now / was - 1,
-        accounted_by=tuple(find_accounts(member, before, after)),
+        accounted_by=tuple(find_accounts(run, member, before, after)),
         coincident=tuple(find_coincidences(run, member, before, after)),
+        are_parts_known=_find_detailed(run, member, before, after) is not None,
     )
 
 
@@ -243,19 +251,36 @@ _CLOCK_LIMITS = {"heat": 0x20 | 0x40, "power": 0x04 | 0x80, "a hardware slowdown
 """Bits of `nvmlClocksEventReason`, by the limit that they report."""
 
 
-def find_accounts(member: RankSteps, before: slice, after: slice) -> Iterator[str]:
+def find_accounts(run: RunSource, member: RankSteps, before: slice, after: slice) -> Iterator[str]:
     """Find the parts that account for a change of the step time. See [Note: Coincidence].
 
     Args:
-        member: The median rank.
+        run: A recorded run.
+        member: The usual steps of the median rank.
         before: The positions of its steps before the change.
         after: The positions of its steps after the change.
     """
     change = _change(member.step_time_ns, before, after)
-    yield from _parts(member, before, after, change, PARTS_OF_STEP)
+    detailed = _find_detailed(run, member, before, after)
+    if detailed is None:
+        yield from _parts(member, before, after, change, [StepPart.DATA])
+    else:
+        yield from _parts(*detailed, change, PARTS_OF_STEP)
     was, now = (_collected_ns(member, side) for side in (before, after))
     if _is_account(now - was, change):
         yield f"garbage collection: {format_ns(was)} to {format_ns(now)}"
+
+
+def _find_detailed(
+    run: RunSource, member: RankSteps, before: slice, after: slice
+) -> tuple[RankSteps, slice, slice] | None:
+    """The detailed steps of both sides; None: they are too few, or do not show the change."""
+    change = _change(member.step_time_ns, before, after)
+    timed = timed_ranks(run).median or member
+    sides = _slices(timed, (member.steps[before], member.steps[after]))
+    are_enough = min(side.stop - side.start for side in sides) >= _STEPS_PER_BLOCK
+    shows = are_enough and _is_account(_change(timed.step_time_ns, *sides), change)
+    return (timed, *sides) if shows else None
 
 
 def find_coincidences(
@@ -265,13 +290,14 @@ def find_coincidences(
 
     Args:
         run: A recorded run.
-        member: The median rank.
+        member: The usual steps of the median rank.
         before: The positions of its steps before the change.
         after: The positions of its steps after the change.
     """
     change = _change(member.step_time_ns, before, after)
     sides = member.steps[before], member.steps[after]
-    late = _late_ranks(run, member, sides, change)
+    detailed = _find_detailed(run, member, before, after)
+    late = [] if detailed is None else _late_ranks(run, detailed[0], sides, change)
     for other in late:
         yield from _own_work(other, sides, change)
     yield from _collections(member, before, after, change, "")

@@ -32,7 +32,7 @@ from fsdp_inspect.store.reduction.timed_steps import (
     StepSelection,
     choose_typical,
 )
-from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Statistic, StepPart
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Statistic, StepFlag, StepPart
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of
 
@@ -326,14 +326,31 @@ def _timed_ranks(run: RunSource) -> TimedRanks:
     )
 
 
-def _read_members(run: RunSource, expected: Sequence[int]) -> tuple[RankSteps, ...]:
-    """Read the timed steps of one rank, or of all ranks that have any.
+def usual_steps(run: RunSource) -> tuple[RankSteps, NDArray[np.bool_]] | None:
+    """Return the timed and plain steps of the median rank, and whether each is plain, shape (S,).
+
+    Plain steps after an evaluation or a checkpoint are left out. None without a timed step.
+    """
+    member, selection = timed_ranks(run).median, select_steps(run)
+    if member is None:
+        return None
+    rows = run.summary(ranks=[member.rank], kinds=[EventKind.STEP])
+    plain = np.intersect1d(rows.step[(rows.flags & StepFlag.HAS_BETWEEN) == 0], selection.plain)
+    if len(plain):
+        (member,) = _read_members(run, [member.rank], [*selection.timed, *plain.tolist()])
+    return member, np.isin(member.steps, plain)
+
+
+def _read_members(
+    run: RunSource, expected: Sequence[int], chosen: Sequence[int] | None = None
+) -> tuple[RankSteps, ...]:
+    """Read the chosen steps (default: the timed ones) of one rank, or of all ranks that have any.
 
     Raises:
         CorruptFileError: Other ranks have timed steps than the statistics of the run state.
     """
     ranks = expected if len(expected) == 1 else None
-    timed = select_steps(run).timed
+    timed = select_steps(run).timed if chosen is None else chosen
     steps, communication = (
         _of_steps(run.summary(ranks=ranks, kinds=[kind]), timed)
         for kind in (EventKind.STEP, StepPart.COMMUNICATION)

@@ -23,7 +23,8 @@ import numpy as np
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.memory.growth import find_growth
-from fsdp_inspect.analysis.step_selection import inspected_rank
+from fsdp_inspect.analysis.plain_steps import describe_other_plain_steps
+from fsdp_inspect.analysis.step_selection import inspected_rank, usual_steps
 from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.formatting import (
     capitalize,
@@ -131,6 +132,8 @@ class Trust:
     run does not show. 0 if their latency is known."""
     is_pipeline: bool = False
     """Whether the rank sends to others or receives from them in these steps."""
+    other_plain_steps: str | None = None
+    """The times of plain and detailed steps, as a sentence; None: they do not differ clearly."""
 
     @property
     def run_delay_ratio(self) -> float:
@@ -142,7 +145,12 @@ class Trust:
     @property
     def time_caveat(self) -> str | None:
         """What every time of the run needs, in sentences; None: nothing."""
-        return " ".join(filter(None, (self._cores_caveat, self.paging_caveat))) or None
+        return " ".join(filter(None, (self._cores_caveat, self.caveat_beside_cores))) or None
+
+    @property
+    def caveat_beside_cores(self) -> str | None:
+        """The same without missing cores, where a headline states these; None: nothing."""
+        return " ".join(filter(None, (self._paging_caveat, self.other_plain_steps))) or None
 
     @property
     def _cores_caveat(self) -> str | None:
@@ -156,7 +164,7 @@ class Trust:
         )
 
     @property
-    def paging_caveat(self) -> str | None:
+    def _paging_caveat(self) -> str | None:
         """What pages from a disk do to the times. See [Note: pages from a disk]."""
         if self.paging is None:
             return None
@@ -367,7 +375,7 @@ def _measure_trust(run: RunSource) -> Trust:
     member = inspected_rank(run)
     is_typical = np.isin(member.steps, member.typical_steps) if member else np.zeros(0, np.bool_)
     times = member.step_time_ns[is_typical].tolist() if member else []
-    growth = find_growth(run)
+    growth, usual = find_growth(run), usual_steps(run)
     return Trust(
         run_id=manifest.run_id,
         run_delay=find_run_delay(run, _few_ranks(run)),
@@ -377,6 +385,8 @@ def _measure_trust(run: RunSource) -> Trust:
         spread_ratio=half_range_ratio(times),
         num_steps=len(times),
         host_behind_ratio=_measure_host_behind(run),
+        other_plain_steps=usual
+        and describe_other_plain_steps(usual[0].steps, usual[0].step_time_ns, usual[1]),
     )
 
 

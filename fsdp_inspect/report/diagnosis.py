@@ -753,6 +753,8 @@ def _drift(found: Diagnosis) -> str:
     )
     if change.accounted_by:
         return f"{sentence} Accounted for by {'; '.join(change.accounted_by)}."
+    if not change.are_parts_known:
+        return f"{sentence} Too few detailed steps show which part of the step became slower."
     return f"{sentence} No part of the step accounts for it."
 
 

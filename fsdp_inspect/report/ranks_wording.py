@@ -15,6 +15,7 @@ from fsdp_inspect.analysis.stragglers.dimension_waits import DimensionWait
 from fsdp_inspect.analysis.stragglers.evidence import LEAST_BUSIEST_RATIO, LEAST_COST_RATIO
 from fsdp_inspect.analysis.stragglers.expert_load import ExpertGroup, ExpertLoad, LoadFinding
 from fsdp_inspect.analysis.stragglers.rank_replay import StepReplay
+from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE, RareWork
 from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks
 from fsdp_inspect.analysis.verdict import SlowGroup, Straggler
 from fsdp_inspect.analysis.verdict.words import (
@@ -50,6 +51,8 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
         lines = [_no_straggler(ranks)]
         if ranks.replay is not None and lines[0] == _NO_STRAGGLER:
             lines.append(_DEFINITION)
+        if ranks.rare_work is not None:
+            lines.append(_rare_work(ranks.rare_work, len(ranks.ranks)))
         if ranks.replay is not None:
             lines.append(_imbalance(ranks, ranks.replay))
     slow = ranks.slow_group or ranks.straggler
@@ -232,17 +235,33 @@ def _waits_least(rows: Sequence[RankRow]) -> RankRow | None:
     return max(known, key=lambda row: row.shortest_ratio or 0.0, default=None)
 
 
+def _rare_work(rare: RareWork, num_ranks: int) -> str:
+    others = "the other rank" if num_ranks == 2 else "all other ranks"
+    by_chance = (
+        f" Among {num_ranks} equal ranks, one rank has all of these steps by chance in "
+        f"{format_ratio(rare.chance)} of runs."
+    )
+    return (
+        f"Rank {rare.rank} works much longer than {others} in {len(rare.steps)} of {rare.out_of} "
+        f"timed steps, by {format_ns(rare.extra_ns)} each (median): {format_ns(rare.mean_ns)} in "
+        f"the mean step.{by_chance if rare.chance > MAX_CHANCE else ''}"
+    )
+
+
 def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
     cost = format_metric("imbalance_ns", ranks.imbalance_ns)
-    costs = f"Unequal work costs {cost} a step"
-    if ranks.straggler_refusal is None:
-        costs += (
-            ", although no rank is a straggler: the rank with the longest work changes, or it "
-            f"costs less than {format_ratio(LEAST_COST_RATIO)}"
-        )
+    costs, rare, without = f"Unequal work costs {cost} a step", ranks.rare_work, ""
+    if rare is not None:
+        without = f" ({len({*rare.steps} & {*replay.steps}) or 'none'} of those steps)"
+    elif ranks.straggler_refusal is None:
+        changes = max(row.busiest_ratio for row in ranks.ranks) < LEAST_BUSIEST_RATIO
+        alone = f"a rank alone costs less than {format_ratio(LEAST_COST_RATIO)}"
+        why = "the rank with the longest work changes" if changes else alone
+        costs += f", although no rank is a straggler: {why}"
     return (
-        f"{costs}. This compares with a replay of {_steps(replay.steps)} in which all ranks have "
-        f"equal work, and includes random differences between the ranks. {_replay_error(replay)}"
+        f"{costs}. This compares with a replay of {_steps(replay.steps)}{without} in which all "
+        "ranks have equal work, and includes random differences between the ranks. "
+        f"{_replay_error(replay)}"
     )
 
 

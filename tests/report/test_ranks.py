@@ -95,3 +95,35 @@ def test_runs_without_anything_to_compare_say_so():
         "Ranks cannot be compared: the run folder has"
     )
     assert shown(steady_run()).startswith("It is unknown whether there is a straggler")
+
+
+@pytest.mark.parametrize(
+    ("every", "chance"),
+    [
+        (2, ""),
+        (
+            10,
+            " Among 2 equal ranks, one rank has all of these steps by chance in 50% of runs.",
+        ),
+    ],
+)
+def test_work_that_always_the_same_rank_has_in_a_few_steps_is_said(every, chance):
+    works = [(220, 100) if step % every == 0 else (100, 101 + step % 3) for step in range(20)]
+    lines = describe_answer(measure_ranks(build_run(*works)))
+    number = 20 // every
+    assert lines[2] == (
+        f"Rank 0 works much longer than the other rank in {number} of 20 timed steps, by 120 ns "
+        f"each (median): {6 * number} ns in the mean step.{chance}"
+    )
+    assert "although" not in lines[3]
+    assert "of those steps) in which all ranks have equal work" in lines[3]
+
+
+def test_the_rank_with_the_longest_work_changes_only_where_it_does():
+    stalls = [(220, 100) if step == 3 else (100, 101 + step % 3) for step in range(20)]
+    stalls[12] = (100, 220)
+    lines = describe_answer(measure_ranks(build_run(*[(160, 100), (100, 160)] * 4)))
+    assert "a straggler: the rank with the longest work changes." in lines[2]
+    lines = describe_answer(measure_ranks(build_run(*[(100, 101)] * 20)))
+    assert "a straggler: a rank alone costs less than 2%." in lines[2]
+    assert "much longer" not in " ".join(describe_answer(measure_ranks(build_run(*stalls))))

@@ -12,6 +12,7 @@ sets takes the place of N.
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
@@ -67,11 +68,30 @@ def steps_to_tell(work: "RankWork", *ranks: int, num_sets: int | None = None) ->
     return "many more timed steps"
 
 
+@dataclass(frozen=True, slots=True)
+class RareWork:
+    """The steps in which one rank works much longer than all others; no other rank ever does."""
+
+    rank: int
+    steps: tuple[int, ...]
+    out_of: int
+    extra_ns: int
+    """Its work - the longest work of another rank, as the median over these steps."""
+    mean_ns: int
+    """The same in the mean step."""
+    chance: float
+    """The probability that one of as many equal ranks has all of these steps."""
+
+
+_LEAST_RARE_RATIO, _RARE_TO_USUAL = 0.2, 4
+"""Rare extra work / typical step, and / the lower quartile of the extra work."""
+
+
 class RankWork:
     """The work (step time - exposed communication) of each rank, in the steps that all have."""
 
     def __init__(self, members: Sequence[RankSteps]):
-        steps = common_steps(members)
+        self._steps = steps = common_steps(members)
         self._ranks = [member.rank for member in members]
         work = [
             member.own_work_ns[
@@ -140,6 +160,29 @@ class RankWork:
             return 0
         middle = np.sort(others, axis=0)[(len(others) - 1) // 2]
         return _middle(own.min(axis=0) - middle)
+
+    def find_rare(self, step_time_ns: int, least_ns: float) -> RareWork | None:
+        """Return the steps in which always the same rank works much longer; None: there are none.
+
+        Args:
+            step_time_ns: The typical step.
+            least_ns: The least extra work in the mean step.
+        """
+        if self.num_ranks < 2 or self.num_steps < 2:
+            return None
+        second, longest = np.partition(self._work_ns, -2, axis=0)[-2:]
+        extra = longest - second
+        usual_ns, high_ns = np.percentile(extra, 25), np.sort(extra)[-2]
+        least = max(high_ns / 2, _RARE_TO_USUAL * usual_ns, _LEAST_RARE_RATIO * step_time_ns)
+        places = np.flatnonzero(extra >= least)
+        count, extra_ns = len(places), _middle(extra[places])
+        rank, *others = np.unique(self._work_ns[:, places].argmax(axis=0)).tolist() or (0, 0)
+        mean_ns = round(extra_ns * count / self.num_steps)
+        if others or count < 2 or mean_ns < least_ns:
+            return None
+        chance = chance_of_most(count, count, self.num_ranks)
+        steps = tuple(self._steps[place] for place in places.tolist())
+        return RareWork(self._ranks[rank], steps, self.num_steps, extra_ns, mean_ns, chance)
 
     def _split(self, ranks: Collection[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the work of some ranks, shape (ranks, steps), and of the others."""

@@ -23,8 +23,9 @@ of these hold:
   `RankWork.excess_ns`). If the replay of the recorded steps is wrong by more than 5%, or by more
   than the cost, the result is unknown.
 
-Ranks that are late in turns are an imbalance. Ratios refer to the typical step of the median rank,
-as in the verdict.
+Ranks that are late in turns are an imbalance. So is a rank that works longer in a few steps, such
+as one that evaluates alone (`RareWork`). Ratios refer to the typical step of the median rank, as in
+the verdict.
 
 Source: RULES R32; TraceLens' start skew and communication latency (minimum over ranks).
 """
@@ -68,6 +69,7 @@ from fsdp_inspect.analysis.stragglers.rank_replay import RankPricing, StepReplay
 from fsdp_inspect.analysis.stragglers.rank_work import (
     MAX_CHANCE,
     RankWork,
+    RareWork,
     common_steps,
     consecutive,
     sample_ranks,
@@ -247,6 +249,8 @@ class Ranks(TableResult):
     """The evidence for and against a late rank: missing cores, missing ranks."""
     replay: StepReplay | None
     """The replay; None if clocks are not aligned, or the recorded order cannot be replayed."""
+    rare_work: RareWork | None
+    """Extra work that always the same rank has, but in few steps; None: there is none."""
     dimension_waits: tuple[DimensionWait, ...]
     """The waits for late ranks by dimension of the mesh. Empty for a mesh of one dimension, and if
     clocks are not aligned."""
@@ -369,6 +373,7 @@ def _measure_ranks(run: RunSource) -> Ranks:
         straggler_refusal=None if priced else refusal,
         trust=trust,
         replay=pricing.result,
+        rare_work=evidence.work.find_rare(evidence.step_time_ns, evidence.least_cost_ns),
         dimension_waits=measure_dimension_waits(run, arrivals, alignment.uncertainty_ns),
         expert_load=measure_expert_load(run),
         sampled_ranks=tuple(sample),

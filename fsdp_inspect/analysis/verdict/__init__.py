@@ -175,7 +175,7 @@ def give_verdict(facts: StepFacts) -> Verdict:
     sentence, because, why, next_steps = phrase_limit(limit, facts)
     caveats = (
         facts.trust.wait_caveat if limit in OF_WAITS else None,
-        facts.trust.paging_caveat if limit is Limit.CORES else facts.trust.time_caveat,
+        facts.trust.caveat_beside_cores if limit is Limit.CORES else facts.trust.time_caveat,
     )
     why = " ".join(filter(None, (why, *caveats)))
     return Verdict(

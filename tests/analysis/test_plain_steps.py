@@ -1,0 +1,138 @@
+import numpy as np
+import pytest
+
+from fsdp_inspect.analysis.drift import measure_drift
+from fsdp_inspect.analysis.lifetime import measure_lifetime
+from fsdp_inspect.analysis.plain_steps import describe_other_plain_steps
+from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+from fsdp_inspect.analysis.summary import measure_summary
+from fsdp_inspect.analysis.trust import measure_trust
+from fsdp_inspect.diagnosis.diagnose import ProblemClass, diagnose
+from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.trace.codes import EventKind, Phase
+from tests.boxes import Call, make_box
+from tests.builders import InMemoryRun, RunBuilder
+
+STEPS, CHANGE = 180, 70
+SENTENCE = (
+    "These figures describe detailed steps of 100 ms, but the 136 plain steps from step 20 on "
+    "typically take 200 ms."
+)
+
+
+def is_plain(step: int) -> bool:
+    """20 detailed steps, then six pairs of four plain and four detailed steps, then plain ones."""
+    return step >= 20 and (step >= 68 or (step - 20) % 8 < 4)
+
+
+def run_of(times_ms: np.ndarray, *, data: bool = False, **run: object) -> InMemoryRun:
+    """Two ranks; a detailed step waits 10 ms. `data`: each step waits for what exceeds 100 ms."""
+    builder = RunBuilder(world_size=2)
+    for number in (0, 1):
+        rank, now = builder.rank(number), 0
+        for step, time in enumerate((times_ms * 1e6).astype(np.int64).tolist()):
+            rank.step(step, now, now + time, is_plain=is_plain(step))
+            if data:
+                rank.data(now, now + time - 100_000_000)
+            if not is_plain(step):
+                begin = now + time - 10_000_000
+                rank.all_gather("layers.0", begin, now + time, need=begin)
+            now += time
+    return builder.build(**run)
+
+
+def changing(after_ms: float = 200.0) -> np.ndarray:
+    times = np.full(STEPS, 100.0)
+    times[CHANGE:] = after_ms
+    return times
+
+
+def noise(
+    seed: int, *, spread: float = 0.1, memory: float = 0.5, outliers: float = 0.05
+) -> np.ndarray:
+    """Steps of 100 ms with autocorrelated noise, and outliers of up to six times."""
+    random = np.random.default_rng(seed)
+    values = random.standard_normal(STEPS)
+    for step in range(1, STEPS):
+        values[step] = memory * values[step - 1] + values[step] * np.sqrt(1 - memory**2)
+    times = 100 * np.exp(spread * values)
+    is_outlier = random.random(STEPS) < outliers
+    times[is_outlier] *= random.uniform(1.5, 6, int(is_outlier.sum()))
+    return times
+
+
+def compare(times_ms: np.ndarray):
+    steps = np.arange(STEPS)
+    return describe_other_plain_steps(
+        steps, (times_ms * 1e6).astype(np.int64), np.array([is_plain(step) for step in steps])
+    )
+
+
+def test_steady_steps_with_noise_and_outliers_do_not_differ():
+    assert [compare(noise(seed)) for seed in range(50)] == [None] * 50
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.3, 2.0])
+def test_a_change_after_the_detailed_steps_is_found_in_noise(factor):
+    for seed in range(20):
+        times = noise(seed, outliers=0.02)
+        times[68:] *= factor
+        assert "plain steps from step 20 on typically take" in compare(times)
+
+
+def test_what_the_detail_costs_is_no_difference():
+    times = np.array([100.0 if is_plain(step) else 140.0 for step in range(STEPS)])
+    assert compare(times) is None
+    assert measure_drift(run_of(times)).changes == ()
+
+
+def test_plain_steps_after_an_evaluation_are_left_out():
+    builder = RunBuilder(world_size=1)
+    rank, now = builder.rank(0), 0
+    for step in range(STEPS):
+        end = now + (200 if is_plain(step) else 100)
+        rank.step(step, now, end, is_plain=is_plain(step))
+        if is_plain(step):
+            rank.add(EventKind.BETWEEN_STEPS, now, now + 10, phase=Phase.EVALUATION)
+        now = end
+    assert measure_trust(builder.build()).other_plain_steps is None
+
+
+def test_the_verdict_and_the_ranks_state_what_the_figures_describe():
+    run = run_of(changing())
+    assert measure_summary(run).verdict.why.endswith(SENTENCE)
+    assert measure_ranks(run).trust.time_caveat == SENTENCE
+    assert measure_trust(run_of(np.full(STEPS, 100.0))).time_caveat is None
+
+
+def test_drift_uses_plain_steps_and_does_not_compare_their_waits():
+    (change,) = measure_drift(run_of(changing())).changes
+    assert (change.step, change.before_ns, change.after_ns) == (CHANGE, 100_000_000, 200_000_000)
+    assert (change.accounted_by, change.are_parts_known) == ((), False)
+
+
+def test_data_accounts_for_a_change_that_only_plain_steps_have():
+    (change,) = measure_drift(run_of(changing(), data=True)).changes
+    assert change.accounted_by == ("data: 0 ns to 100 ms",)
+
+
+def test_a_diagnosis_does_not_exclude_parts_that_plain_steps_lack():
+    boxes = {rank: make_box([Call(0)], (0, 1)) for rank in (0, 1)}
+    found = diagnose(run_of(changing(), black_boxes=boxes))
+    assert found.problem is ProblemClass.DRIFT
+    assert describe_diagnosis(found).detail.endswith(
+        "at step 70 and stayed slower: 100 ms to 200 ms. Too few detailed steps show which part of "
+        "the step became slower."
+    )
+
+
+def exposed_ns(run: InMemoryRun) -> int:
+    (part,) = (each for each in measure_lifetime(run).training_parts if each.phase == "exposed")
+    return part.duration_ns
+
+
+def test_waits_are_scaled_by_number_where_plain_steps_differ():
+    run = run_of(changing())
+    assert exposed_ns(run) == 179 * 10_000_000
+    assert "all of them by their number. These figures describe" in measure_lifetime(run).notes[-1]
+    assert "by their number" not in measure_lifetime(run_of(np.full(STEPS, 100.0))).notes[-1]
