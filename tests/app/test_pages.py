@@ -21,7 +21,8 @@ from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.host_work import COLLECTION, HostActivity, HostStop
-from tests.app.conftest import HOSTILE_UNIT
+from tests.analysis.test_plain_steps import changing, run_of
+from tests.app.conftest import HOSTILE_UNIT, OpenApp
 from tests.app.synthetic import MS, make_run, write_run
 from tests.builders import RunBuilder, write_run as write_built
 from tests.cases import mark_slow
@@ -609,3 +610,11 @@ def test_overview_states_what_stops_the_host_within_the_parts(open_app, tmp_path
     assert not app.exception
     assert "garbage collection 5%" in read(app)
     assert "Other (1.00 µs): the rest of the step: loss, gradient clipping" in read(app)
+
+
+def test_overview_says_which_steps_its_numbers_describe(open_app: OpenApp, tmp_path: Path) -> None:
+    write_run(tmp_path / "changed", run_of(changing()))
+
+    text = read(open_app(tmp_path, "overview", run="changed")).replace("\\", "")
+
+    assert "These figures describe detailed steps of 100 ms, but the" in text

@@ -176,7 +176,8 @@ def _show_digest(entry: RunEntry, run: Run) -> None:
     summary = run.summary()
     times, device = summary.step_time_ns, summary.memory.device_bytes
     rank = f"rank {summary.median_rank}" if times else None
-    trust = describe_trust(measure_trust(run.source), summary, known_self_check(entry))
+    measured = measure_trust(run.source)
+    trust = describe_trust(measured, summary, known_self_check(entry))
     show_tiles(
         [
             metric_tile("step_time_ns", format_ns(times.typical if times else None), rank),
@@ -190,6 +191,8 @@ def _show_digest(entry: RunEntry, run: Run) -> None:
         ],
         border=False,
     )
+    if measured.other_plain_steps is not None:
+        show_note(plain(measured.other_plain_steps))
 
 
 def _on(summary: Summary) -> str:
