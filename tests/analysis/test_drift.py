@@ -11,7 +11,12 @@ CHANGE = 50
 
 
 def noisy(
-    seed: int, num_steps: int = 400, *, spread: float = 0.03, memory: float = 0.0
+    seed: int,
+    num_steps: int = 400,
+    *,
+    spread: float = 0.03,
+    memory: float = 0.0,
+    outlier_ratio: float = 0.02,
 ) -> np.ndarray:
     """Step times of 100 ms with autocorrelated noise and outliers, in ns."""
     random = np.random.default_rng(seed)
@@ -19,7 +24,7 @@ def noisy(
     for step in range(1, num_steps):
         noise[step] = memory * noise[step - 1] + noise[step] * np.sqrt(1 - memory**2)
     times = 1e8 * np.exp(spread * noise)
-    outliers = random.random(num_steps) < 0.02
+    outliers = random.random(num_steps) < outlier_ratio
     times[outliers] *= random.uniform(1.5, 6, int(outliers.sum()))
     return times.astype(np.int64)
 

@@ -10,6 +10,7 @@ from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.diagnosis.diagnose import ProblemClass, diagnose
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.trace.codes import EventKind, Phase
+from tests.analysis.test_drift import noisy
 from tests.boxes import Call, make_box
 from tests.builders import InMemoryRun, RunBuilder
 
@@ -51,14 +52,7 @@ def noise(
     seed: int, *, spread: float = 0.1, memory: float = 0.5, outliers: float = 0.05
 ) -> np.ndarray:
     """Steps of 100 ms with autocorrelated noise, and outliers of up to six times."""
-    random = np.random.default_rng(seed)
-    values = random.standard_normal(STEPS)
-    for step in range(1, STEPS):
-        values[step] = memory * values[step - 1] + values[step] * np.sqrt(1 - memory**2)
-    times = 100 * np.exp(spread * values)
-    is_outlier = random.random(STEPS) < outliers
-    times[is_outlier] *= random.uniform(1.5, 6, int(is_outlier.sum()))
-    return times
+    return noisy(seed, STEPS, spread=spread, memory=memory, outlier_ratio=outliers) / 1e6
 
 
 def compare(times_ms: np.ndarray):

@@ -48,8 +48,11 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
         )
     elif apart:
         yield _not_reduced(observed, apart)
-    elif (late := next(filter(_trains_alone_since, holders), None)) is not None:
-        yield _no_longer_reduced(observed, late)
+    else:
+        since = ((each, _trains_alone_since(each)) for each in holders)
+        late = next(((each, first) for each, first in since if first is not None), None)
+        if late is not None:
+            yield _no_longer_reduced(observed, *late)
     yield from _check_twice(observed)
 
 
@@ -85,8 +88,8 @@ def _trains_alone_since(holders: Holders) -> int | None:
     return first if was_reduced and is_alone and len(later) >= _LEAST_LATE else None
 
 
-def _no_longer_reduced(observed: Observed, late: Holders) -> TrainingFault:
-    ranks, first = sorted(late.updates), _trains_alone_since(late) or 0
+def _no_longer_reduced(observed: Observed, late: Holders, first: int) -> TrainingFault:
+    ranks = sorted(late.updates)
     steps = [each.step for each in late.updates[ranks[0]]]
     num = plural(len(steps) - first, "sampled update")
     norms = ", ".join(f"{norm:.3g}" for norm in late.gradients(first)[:4] if norm is not None)

@@ -94,6 +94,7 @@ def classify_steps(
     first, every = finished[0] if finished else 0, rules.numerics_every
     unplanned = {*slowed} - rules.memory
     numerics = {step for step in unplanned if every and step % every == 0}
+    others = unplanned - numerics
     warmup = [step for step in finished if step < first + rules.num_warmup]
     without_units = {*plain} - rules.memory - {*slowed}
     rest = finished[len(warmup) :]
@@ -104,7 +105,7 @@ def classify_steps(
         warmup=tuple(warmup),
         memory=tuple(step for step in rest if step in rules.memory),
         numerics=tuple(step for step in rest if step in numerics),
-        slowed=tuple(step for step in rest if step in unplanned - numerics),
+        slowed=tuple(step for step in rest if step in others),
         plain=tuple(step for step in rest if step in without_units),
     )
 
