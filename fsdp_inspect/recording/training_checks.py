@@ -23,6 +23,7 @@ from fsdp_inspect.recording.batch_watch import BatchWatch, is_plain
 from fsdp_inspect.recording.clip_watch import ClipWatch
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.coverage_watch import CoverageWatch
+from fsdp_inspect.recording.mode_watch import ModeWatch
 from fsdp_inspect.recording.parameter_samples import ParameterSamples
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
@@ -83,6 +84,7 @@ class TrainingChecks:
         self._accumulation = AccumulationWatch()
         self._seen = TrainingSeen()
         self._windows = WindowWatch()
+        self._modes = ModeWatch(model)
         self._clips = ClipWatch(self._quietly)
         self._batches = BatchWatch()
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
@@ -104,6 +106,7 @@ class TrainingChecks:
             "optimizers": list(self._optimizers.values()),
             "rounds": list(self._accumulation.rounds),
             "windows": self._windows.seen,
+            "modes": list(self._modes.seen),
             "clips": self._clips.seen,
             "batches": list(self._batches.batches),
             "passes": list(self._batches.passes),
@@ -212,6 +215,7 @@ class TrainingChecks:
     def _close_window(self, optimizer: torch.optim.Optimizer) -> None:
         self._clips.after_update()
         self._has_news |= self._windows.note_update(optimizer, self._session.step)
+        self._has_news |= self._modes.note_update(self._session.step)
 
     # --- batches
 

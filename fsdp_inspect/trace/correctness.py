@@ -237,6 +237,25 @@ class UnitsSeen(Record):
     """Units without trained parameters whose shards changed."""
 
 
+class ModeSeen(Record):
+    """The mode of a model in the updates of its parameters."""
+
+    model: str
+    """Its class."""
+    num_on: Amount = 0
+    """Updates in training mode, the first 8 and those after evaluation mode."""
+    since: Index | None = None
+    """The step from which on all updates had evaluation mode; None: the last one did not."""
+    num_off: Amount = 0
+    """These updates, counted until 8."""
+    num_dropouts: Amount = 0
+    """Dropouts with a rate above 0 that were off then."""
+    largest_dropout: float = 0.0
+    """The largest of these rates."""
+    num_batch_norms: Amount = 0
+    """Batch normalizations that used their stored statistics then."""
+
+
 class TrainingSeen(Record):
     """The observations of one rank."""
 
@@ -258,6 +277,8 @@ class TrainingSeen(Record):
     """None: earlier recordings, and ranks that did not look."""
     rounds: list[RoundSeen] = Field(default_factory=list)
     windows: WindowsSeen = WindowsSeen()
+    modes: list[ModeSeen] = Field(default_factory=list)
+    """Models with dropout or batch normalization."""
     clips: list[ClipSeen] = Field(default_factory=list)
     backward_place: str = ""
     """The user's line that called the last sampled backward, `file:line`; empty: unknown."""

@@ -96,6 +96,50 @@ def stale_optimizer(folder: Path) -> None:
     train(folder, shard(model), optimizer, batches())
 
 
+class WithDropout(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = nn.Linear(_WIDTH, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, _CLASSES)
+        super().__init__(*layers)
+
+
+def train_longer(folder: Path, model: nn.Module, after_update: Callable[[int], None]) -> None:
+    """Three passes over the batches."""
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batch for _ in range(3) for batch in batches()):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after_update(number)
+
+
+@loop
+def evaluation_left_on(folder: Path) -> None:
+    model = shard(WithDropout())
+    train_longer(folder, model, lambda number: model.train(number < 5))
+
+
+@loop
+def evaluation_between(folder: Path) -> None:
+    model = shard(WithDropout())
+
+    def evaluate(number: int) -> None:
+        model.eval()
+        with torch.no_grad():
+            model(torch.zeros(1, _WIDTH))
+        model.train()
+
+    train_longer(folder, model, evaluate)
+
+
+@loop
+def evaluation_only(folder: Path) -> None:
+    """Without dropout from the first update on, as after `from_pretrained`: a note."""
+    model = shard(WithDropout().eval())
+    train_longer(folder, model, lambda number: None)
+
+
 @loop
 def stale_optimizer_of_fsdp1(folder: Path) -> None:
     model = make_model()

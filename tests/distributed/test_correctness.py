@@ -30,6 +30,7 @@ MISTAKES = {
     "optimizer-not-resumed": "The resumed optimizer starts without its state.",
     "bias-left-out": "No optimizer holds 1 parameter that has gradients.",
     "layer-added-later": "No optimizer holds 2 parameters that have gradients.",
+    "evaluation-left-on": "The model trains in evaluation mode since step 6.",
     "detached": "1 unit gets no gradient.",
     "two-optimizers": "Parameters are updated twice with the same gradients.",
     "never-cleared": REPEATS,
@@ -67,11 +68,12 @@ QUICK = (
     *("local-norm-logged", "weights-not-resumed", "bias-left-out", "never-cleared"),
     *("cleared-between", "not-divided", "scheduled-too-often", "stale-optimizer", "same-batches"),
     *("token-means", "root-not-sharded", "no-sync-left-on", "replicas-of-other-seeds"),
-    *("clipped-by-local-norms", "rounded-away", "old-teacher"),
+    *("clipped-by-local-norms", "rounded-away", "old-teacher", "evaluation-left-on"),
 )
 """A mistake for each check."""
 READ = {
     *("plain", "norm-of-the-model-logged", "one-batch", "two-losses", "looked-at-often"),
+    "evaluation-only",
     *("broken-check", "not-finite", "not-finite-at-the-end", "stale-optimizer"),
     "stale-optimizer-of-fsdp1",
 }
@@ -114,6 +116,13 @@ def test_a_legal_loop_that_looks_alike_is_no_mistake(runs: tuple[Path, str], nam
 
     assert run.correctness().faults == ()
     assert run.diagnose().status is Status.HEALTHY
+
+
+def test_a_model_that_never_trains_with_dropout_is_noted(runs: tuple[Path, str]) -> None:
+    [note] = open_run(runs[0] / "evaluation-only").correctness().notes
+
+    assert note.sentence == "The model trains in evaluation mode."
+    assert "1 dropout with rates up to 0.1 is off" in note.why
 
 
 def test_the_line_of_the_script_s_own_collectives_is_named(runs: tuple[Path, str]) -> None:

@@ -17,6 +17,7 @@ from fsdp_inspect.analysis.correctness.faults import (
 )
 from fsdp_inspect.analysis.correctness.gradients import check_gradients
 from fsdp_inspect.analysis.correctness.logged import check_logged
+from fsdp_inspect.analysis.correctness.mode import check_mode
 from fsdp_inspect.analysis.correctness.optimizer import check_optimizer
 from fsdp_inspect.analysis.correctness.precision import check_precision
 from fsdp_inspect.analysis.correctness.random_state import check_random
@@ -39,6 +40,7 @@ _CHECKS = (
     check_scales,
     check_coverage,
     check_stale,
+    check_mode,
     check_replicas,
     check_accumulation,
     check_clipping,

@@ -21,6 +21,7 @@ class TrainingCheck(StrEnum):
     OPTIMIZER = "optimizer"
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
+    MODE = "mode"
     REPLICAS = "replicas"
     ACCUMULATION = "accumulation"
     CLIPPING = "clipping"

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
 
-__all__ = ["Dropout"]
+__all__ = ["BatchNorm", "Dropout"]
 
 WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 """Path segments that activation checkpointing, torch.compile and FSDP1 insert."""
