@@ -47,6 +47,8 @@ class CoverageWatch:
         """The gradients that an update has used since the last backward, by parameter."""
         self._has_closure = False
         """Whether a backward ran in the update, as for LBFGS."""
+        self._with_state: set[tuple[int, ...]] = set()
+        """The tensors for which an optimizer has left state, as in `_tensors_of`."""
 
     def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer, or one with these tensors, has not stepped before."""
@@ -67,6 +69,7 @@ class CoverageWatch:
         if is_late:
             self._used.clear()
         self._has_closure = False
+        begins_again = not _has_state(optimizer) and _tensors_of(optimizer) in self._with_state
         own = [each for group in optimizer.param_groups for each in group["params"]]
         self._held |= {id(each) for each in own}
         # The model of a unit that stays unsharded has other parameters than the optimizer.
@@ -95,6 +98,7 @@ class CoverageWatch:
         self.seen = CoverageSeen(
             num_updates=self.seen.num_updates + 1,
             num_repeated=self.seen.num_repeated + (repeated > 0),
+            num_without_state=self.seen.num_without_state + begins_again,
             missing=names[:_NAMES],
             num_missing=len(missing),
             missing_values=sum(each.numel() for each in missing),
@@ -103,7 +107,9 @@ class CoverageWatch:
         )
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the gradients that an update has used."""
+        """Note the gradients that an update has used, and whether it left state."""
+        if _has_state(optimizer):
+            self._with_state.add(_tensors_of(optimizer))
         if self._has_closure:
             return
         self._used |= {
@@ -133,3 +139,13 @@ class CoverageWatch:
 
 def _count_tensors(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """The ids of the first tensor of each group, and the number of all."""
+    firsts = (id(each) for group in optimizer.param_groups for each in group["params"][:1])
+    return _count_tensors(optimizer), *firsts
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    return any(optimizer.state.values())

@@ -192,6 +192,9 @@ class CoverageSeen(Record):
     num_updates: Amount = 0
     num_repeated: Amount = 0
     """Updates that used gradients which an update had used before."""
+    num_without_state: Amount = 0
+    """Updates of an optimizer without state, after another optimizer had left state for the same
+    parameters."""
     missing: list[str] = Field(default_factory=list)
     """The first names of parameters with a gradient that no optimizer holds or changes, and of
     those without a value on this rank that no optimizer holds."""

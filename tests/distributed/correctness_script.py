@@ -1057,7 +1057,28 @@ def two_optimizers(folder: Path) -> None:
     train_on(folder, model, step, second)
 
 
+@loop
+def new_optimizer_for_each_batch(folder: Path) -> None:
+    model = shard(make_model())
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            optimizer = adam(model)
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # --- loops that look alike
+
+
+@loop
+def new_optimizer_without_state(folder: Path) -> None:
+    model = shard(make_model())
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss_of(model, batch).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
 
 
 @loop

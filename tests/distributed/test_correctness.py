@@ -33,6 +33,9 @@ MISTAKES = {
     "evaluation-left-on": "The model trains in evaluation mode since step 6.",
     "detached": "1 unit gets no gradient.",
     "two-optimizers": "Parameters are updated twice with the same gradients.",
+    "new-optimizer-for-each-batch": (
+        "Most updates begin with a new optimizer, which has no state."
+    ),
     "never-cleared": REPEATS,
     "never-cleared-of-ddp": REPEATS,
     "cleared-between": CLEARED,

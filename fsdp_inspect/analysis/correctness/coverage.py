@@ -1,11 +1,15 @@
 """Find parameters that no optimizer trains, that get no gradient, or that are updated twice.
 
+It also finds optimizers that are made anew for each update.
+
 - Seen: the parameters that the optimizers hold and those with a gradient, in the first 8 updates.
 - Proof: no optimizer holds or changes a parameter that has gradients; a unit runs with a graph, an
-  optimizer holds it, and it never has a gradient; updates use the same gradients again.
+  optimizer holds it, and it never has a gradient; updates use the same gradients again; at least
+  four updates, and more than half, begin without the state that an optimizer before has left.
 - Refuted by: an optimizer that holds the parameter on another rank (ZeRO-1) or steps later;
   optimizers that hold less than half of the values with gradients, as for LoRA or a new head whose
-  base was not frozen; outputs that are detached on purpose, which no optimizer holds.
+  base was not frozen; outputs that are detached on purpose, which no optimizer holds; an optimizer
+  without state, as SGD without momentum.
 """
 
 from collections.abc import Iterator
@@ -16,6 +20,7 @@ from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.correctness import CoverageSeen
 
 _LEAST_UPDATES = 3
+_LEAST_WITHOUT_STATE = 4
 
 
 def check_coverage(observed: Observed) -> Iterator[TrainingFault]:
@@ -31,7 +36,7 @@ def check_coverage(observed: Observed) -> Iterator[TrainingFault]:
             "to record, or the optimizer updates partitions."
         )
         return
-    for find in (_missing, _without, _repeated):
+    for find in (_missing, _without, _repeated, _rebuilt):
         fault = find(observed, seen)
         if fault is not None:
             yield fault
@@ -114,4 +119,21 @@ def _repeated(observed: Observed, seen: _Seen) -> TrainingFault | None:
         "steps twice, or the script restores the weights between two tries.",
         "Give each parameter to one optimizer, and call step() once after the last backward. If "
         "the script searches for the step in this way, ignore this.",
+    )
+
+
+def _rebuilt(observed: Observed, seen: _Seen) -> TrainingFault | None:
+    first = min(seen.values(), key=lambda each: each.num_without_state)
+    number, num_updates = first.num_without_state, first.num_updates
+    if number < _LEAST_WITHOUT_STATE or 2 * number <= num_updates:
+        return None
+    return _fault(
+        observed,
+        seen,
+        "Most updates begin with a new optimizer, which has no state.",
+        f"In {number} of {plural(num_updates, 'update')}, the optimizer had no state, and one "
+        "before had left state for the same parameters. Averages of gradients, such as momentum, "
+        "begin again each time.",
+        "Create the optimizer once, before the loop. If it is meant to forget its state, ignore "
+        "this.",
     )
