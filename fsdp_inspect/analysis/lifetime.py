@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.plain_steps import describe_other_plain_steps
+from fsdp_inspect.analysis.plain_steps import find_other_plain_steps
 from fsdp_inspect.analysis.step_selection import sum_per_step
 from fsdp_inspect.columns import TableSpec, metric_column, text_column, value_column
 from fsdp_inspect.errors import IncompleteRunError, MissingDataError
@@ -455,14 +455,14 @@ class _Life:
             sums.update({name: int(own[counts].sum()) for name, own in attempt.parts_ns.items()})
             counted.append(np.stack([attempt.steps[:, 0], times, attempt.is_plain], axis=1)[counts])
         steps, times, is_plain = np.concatenate(counted).T
-        other = describe_other_plain_steps(steps, times, is_plain != 0)
+        other = find_other_plain_steps(steps, times, is_plain != 0)
         unit = 0 if other else 1
         scale = float(whole[unit] / max(detailed[unit], 1))
         parts = {name: round(ns * (1 if name == "data" else scale)) for name, ns in sums.items()}
         note = (
             f"The waits of {detailed[0]} of {whole[0]} steps are recorded (detailed steps). "
             "Exposed and host-bound time is scaled to all of them"
-            + (f" by their number. {other}" if other else ".")
+            + (f" by their number. {other.sentence}" if other else ".")
         )
         return (
             tuple(PhaseTime(name, ns, self._ratio(ns)) for name, ns in parts.items()),

@@ -8,6 +8,8 @@ condition. Detailed steps are longer by what the detail costs. So shorter plain 
 the cost of detail, at the high end of its interval, does not explain it.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,10 +26,18 @@ _FEWEST_STEPS = 20
 _Int64 = NDArray[np.int64]
 
 
-def describe_other_plain_steps(
+@dataclass(frozen=True, slots=True)
+class OtherPlainSteps:
+    """Plain steps whose times clearly differ from those of the detailed steps."""
+
+    sentence: str
+    are_longer: bool
+
+
+def find_other_plain_steps(
     steps: NDArray[np.integer], times_ns: _Int64, is_plain: NDArray[np.bool_]
-) -> str | None:
-    """State the times of plain and detailed steps if they differ clearly; None: they do not.
+) -> OtherPlainSteps | None:
+    """Compare the times of plain and detailed steps; None: they do not differ clearly.
 
     The steps are those of `usual_steps`, by step. See [Note: plain steps that differ].
     """
@@ -41,9 +51,10 @@ def describe_other_plain_steps(
     is_shorter = now * (1 + _LEAST_DIFFERENCE) <= least and (plain < least).mean() >= _LEAST_BESIDE
     if not is_longer and not is_shorter:
         return None
-    return (
+    return OtherPlainSteps(
         f"These figures describe detailed steps of {format_ns(round(was))}, but the {len(plain)} "
-        f"plain steps from step {steps[is_plain][0]} on typically take {format_ns(round(now))}."
+        f"plain steps from step {steps[is_plain][0]} on typically take {format_ns(round(now))}.",
+        bool(is_longer),
     )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.memory.growth import find_growth
-from fsdp_inspect.analysis.plain_steps import describe_other_plain_steps
+from fsdp_inspect.analysis.plain_steps import OtherPlainSteps, find_other_plain_steps
 from fsdp_inspect.analysis.step_selection import inspected_rank, usual_steps
 from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.formatting import (
@@ -132,8 +132,8 @@ class Trust:
     run does not show. 0 if their latency is known."""
     is_pipeline: bool = False
     """Whether the rank sends to others or receives from them in these steps."""
-    other_plain_steps: str | None = None
-    """The times of plain and detailed steps, as a sentence; None: they do not differ clearly."""
+    other_plain_steps: OtherPlainSteps | None = None
+    """None: plain and detailed steps do not differ clearly in time."""
 
     @property
     def run_delay_ratio(self) -> float:
@@ -150,7 +150,12 @@ class Trust:
     @property
     def caveat_beside_cores(self) -> str | None:
         """The same without missing cores, where a headline states these; None: nothing."""
-        return " ".join(filter(None, (self._paging_caveat, self.other_plain_steps))) or None
+        return " ".join(filter(None, (self._paging_caveat, self.other_plain_steps_caveat))) or None
+
+    @property
+    def other_plain_steps_caveat(self) -> str | None:
+        """The times of plain and detailed steps; None: they do not differ clearly."""
+        return None if self.other_plain_steps is None else self.other_plain_steps.sentence
 
     @property
     def _cores_caveat(self) -> str | None:
@@ -386,7 +391,7 @@ def _measure_trust(run: RunSource) -> Trust:
         num_steps=len(times),
         host_behind_ratio=_measure_host_behind(run),
         other_plain_steps=usual
-        and describe_other_plain_steps(usual[0].steps, usual[0].step_time_ns, usual[1]),
+        and find_other_plain_steps(usual[0].steps, usual[0].step_time_ns, usual[1]),
     )
 
 

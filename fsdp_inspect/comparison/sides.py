@@ -7,6 +7,7 @@ from string import ascii_uppercase
 
 from fsdp_inspect.analysis.kernels import Kernels, find_profile
 from fsdp_inspect.analysis.summary import Summary, measure_summary
+from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.comparison.increases import LineBytes, lines_at
 from fsdp_inspect.comparison.settings import are_repeats
 from fsdp_inspect.trace.run import RunManifest, RunSource, TableOrigin, Unit
@@ -18,6 +19,8 @@ class MeasuredRun:
 
     manifest: RunManifest
     summary: Summary
+    other_plain_steps: str | None = None
+    """The sentence of `OtherPlainSteps`; None: there are none."""
     lines: tuple[LineBytes, ...] = ()
     """The lines that allocated the memory at the peak of the memory steps; empty: not recorded."""
 
@@ -108,7 +111,12 @@ def _side(
 
 def _measure(run: RunSource, summary: Summary) -> MeasuredRun:
     peak = summary.memory.peak
-    return MeasuredRun(run.manifest, summary, () if peak is None else lines_at(run, peak))
+    return MeasuredRun(
+        run.manifest,
+        summary,
+        measure_trust(run).other_plain_steps_caveat,
+        () if peak is None else lines_at(run, peak),
+    )
 
 
 def _named(side: MeasuredSide, names: Mapping[TableOrigin, str]) -> MeasuredSide:

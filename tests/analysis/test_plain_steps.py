@@ -3,10 +3,14 @@ import pytest
 
 from fsdp_inspect.analysis.drift import measure_drift
 from fsdp_inspect.analysis.lifetime import measure_lifetime
-from fsdp_inspect.analysis.plain_steps import describe_other_plain_steps
+from fsdp_inspect.analysis.plain_steps import find_other_plain_steps
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.trust import measure_trust
+from fsdp_inspect.comparison.comparison import compare_runs
+from fsdp_inspect.comparison.gate.check import check_run
+from fsdp_inspect.comparison.gate.limits import parse_limits
+from fsdp_inspect.comparison.gate.measurements import read_runs
 from fsdp_inspect.diagnosis.diagnose import ProblemClass, diagnose
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.trace.codes import EventKind, Phase
@@ -57,7 +61,7 @@ def noise(
 
 def compare(times_ms: np.ndarray):
     steps = np.arange(STEPS)
-    return describe_other_plain_steps(
+    return find_other_plain_steps(
         steps, (times_ms * 1e6).astype(np.int64), np.array([is_plain(step) for step in steps])
     )
 
@@ -71,7 +75,9 @@ def test_a_change_after_the_detailed_steps_is_found_in_noise(factor):
     for seed in range(20):
         times = noise(seed, outliers=0.02)
         times[68:] *= factor
-        assert "plain steps from step 20 on typically take" in compare(times)
+        found = compare(times)
+        assert "plain steps from step 20 on typically take" in found.sentence
+        assert found.are_longer is (factor > 1)
 
 
 def test_what_the_detail_costs_is_no_difference():
@@ -97,6 +103,22 @@ def test_the_verdict_and_the_ranks_state_what_the_figures_describe():
     assert measure_summary(run).verdict.why.endswith(SENTENCE)
     assert measure_ranks(run).trust.time_caveat == SENTENCE
     assert measure_trust(run_of(np.full(STEPS, 100.0))).time_caveat is None
+
+
+def test_a_comparison_and_a_gate_state_that_most_steps_are_longer():
+    steady, slower = run_of(np.full(STEPS, 100.0)), run_of(changing())
+    assert compare_runs([steady], [slower]).caveats[-1] == f"Run hand-made of B: {SENTENCE}"
+    assert compare_runs([steady], [steady]).caveats == ()
+    limits = parse_limits({"step_time_ns": "150 ms"})
+    checked = {
+        run: check_run(read_runs([each]), None, limits)
+        for run, each in (("steady", steady), ("slower", slower))
+    }
+    assert checked["steady"].exit_code == 0
+    assert checked["slower"].reasons == (
+        f"step_time_ns cannot be judged. {SENTENCE} Record all steps in detail: "
+        "Recorder(overhead=None).",
+    )
 
 
 def test_drift_uses_plain_steps_and_does_not_compare_their_waits():

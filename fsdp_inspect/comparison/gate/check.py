@@ -529,6 +529,11 @@ def _judge_time(
         outcome, reason = _judge_change(name, judgement, room)
         delays = baseline.run_delays if baseline else ()
         hindered = _hindrance(name, outcome, delays, reading.run_delays)
+    if reading.longer_plain_steps and outcome is CheckOutcome.PASSES:
+        hindered = (
+            f"{name} cannot be judged. {reading.longer_plain_steps} Record all steps in detail: "
+            "Recorder(overhead=None)."
+        )
     if hindered:
         outcome, reason = CheckOutcome.UNTOLD, hindered
     return MetricCheck(name, outcome, before, after, allowed, text, reason)

@@ -64,6 +64,9 @@ class GateMeasurements:
     run_delays: tuple[float, ...] = ()
     """For each run with timed steps, the fraction of time in which a training thread had no core;
     empty if unknown for any run."""
+    longer_plain_steps: str | None = None
+    """The sentence of the first run whose plain steps are clearly longer than those that are
+    timed; None: there is none."""
     problems: tuple[str, ...] = ()
     """The reasons why a run cannot be judged."""
     origins: tuple[TableOrigin, ...] = ()
@@ -113,6 +116,7 @@ def read_runs(runs: Sequence[RunSource], *, are_history: bool = False) -> GateMe
         parts=_parts_of(timings),
         waits=_waits_of(timings),
         run_delays=_run_delays_of(runs, timings),
+        longer_plain_steps=next(_longer_plain_steps_of(runs), None),
         problems=tuple(_problems(runs, are_history=are_history)),
         origins=tuple(run.manifest.origin() for run in runs),
     )
@@ -203,6 +207,12 @@ def _run_delays_of(runs: Sequence[RunSource], timings: Sequence[_Timing]) -> tup
     found = [measure_trust(run).run_delay for run in timed]
     delays = tuple(round(one.ratio, 4) for one in found if one is not None)
     return delays if len(delays) == len(timed) else ()
+
+
+def _longer_plain_steps_of(runs: Sequence[RunSource]) -> Iterator[str]:
+    for other in (measure_trust(run).other_plain_steps for run in runs):
+        if other is not None and other.are_longer:
+            yield other.sentence
 
 
 # --- problems that prevent a judgement

@@ -191,8 +191,8 @@ def _show_digest(entry: RunEntry, run: Run) -> None:
         ],
         border=False,
     )
-    if measured.other_plain_steps is not None:
-        show_note(plain(measured.other_plain_steps))
+    if measured.other_plain_steps_caveat is not None:
+        show_note(plain(measured.other_plain_steps_caveat))
 
 
 def _on(summary: Summary) -> str:
