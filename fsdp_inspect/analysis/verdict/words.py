@@ -76,8 +76,8 @@ FIND_CALL = (
 )
 
 FEWER_CALLS = (
-    "Issue it less often, in fewer and larger messages, or compute with the local shards, as "
-    "torch's clip_grad_norm_ does."
+    "Issue such collectives less often, in fewer and larger messages, or compute with the local "
+    "shards, as torch's clip_grad_norm_ does."
 )
 
 NOT_TRANSFERS = "No change of communication shortens the waits for a late rank."
