@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fsdp_inspect.recording.tensors import local_part
+from fsdp_inspect.recording.tensors import local_part, strided_parts
 from fsdp_inspect.recording.torch_api.autograd import versions_of
 from fsdp_inspect.recording.torch_api.dispatch import storage_key
 from fsdp_inspect.trace.correctness import RoundSeen, WindowSeen, WindowsSeen
@@ -192,7 +192,7 @@ def mark_of(gradient: torch.Tensor | None) -> Mark:
     """
     if gradient is None:
         return None
-    local = local_part(gradient)
+    local = strided_parts(local_part(gradient))[-1]
     return storage_key(local.untyped_storage()), *versions_of(gradient), *_first_values(local)
 
 
@@ -206,5 +206,5 @@ def _is_zero(gradient: torch.Tensor | None) -> bool:
     """Whether a gradient is absent, or its first values on the CPU are 0."""
     if gradient is None:
         return True
-    values = _first_values(local_part(gradient))
+    values = _first_values(strided_parts(local_part(gradient))[-1])
     return bool(values) and not any(values)

@@ -282,10 +282,10 @@ class Attachment:
     def _numerics_every(self) -> int:
         every = self._options.numerics_every if self._emulation is None else 0
         if every and not self._sharder.has_numerics:
-            self.session.problem(
-                f"Numerics are not recorded with {self._sharder.title}: its optimizer updates flat "
-                "partitions, not the parameters of the units."
-            )
+            why = "its optimizer updates flat partitions, not the parameters of the units"
+            if not self._sharder.units:
+                why = "its units are not recorded"
+            self.session.problem(f"Numerics are not recorded with {self._sharder.title}: {why}.")
             return 0
         return every
 

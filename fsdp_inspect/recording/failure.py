@@ -19,6 +19,7 @@ from fsdp_inspect.formatting import format_bytes, format_unit
 from fsdp_inspect.recording.code_places import package_of
 from fsdp_inspect.recording.memory import AllocatorCounters
 from fsdp_inspect.recording.session import Session
+from fsdp_inspect.recording.tensors import strided_parts
 from fsdp_inspect.recording.torch_api.cuda import (
     is_history_enabled,
     start_history,
@@ -227,6 +228,6 @@ def local_bytes(values: Sequence[Any]) -> int:
     for value in values:
         if isinstance(value, torch.Tensor):
             local = value.to_local() if isinstance(value, DTensor) else value
-            storage = local.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
+            for storage in (each.untyped_storage() for each in strided_parts(local)):
+                sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 
 from fsdp_inspect.recording.patches import Patches, wrap_call
 from fsdp_inspect.recording.session import Session
-from fsdp_inspect.recording.tensors import local_part
+from fsdp_inspect.recording.tensors import local_part, strided_parts
 from fsdp_inspect.recording.torch_api.autograd import (
     LoaderIterator,
     recomputation_hook,
@@ -143,7 +143,7 @@ class LoopHooks:
         with torch.no_grad():
             for unit in self._units:
                 for gradient in (*unit.reduced_gradients, *unit.full_gradients):
-                    local = local_part(gradient)
+                    local = strided_parts(local_part(gradient))[-1]
                     yield storage_key(local.untyped_storage()), *versions_of(gradient)
 
     def _after_backward(self) -> None:

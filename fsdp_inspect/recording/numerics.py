@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
-from fsdp_inspect.recording.tensors import local_values, tensors_in
+from fsdp_inspect.recording.tensors import local_values, strided_parts, tensors_in
 from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.numerics import (
@@ -143,7 +143,10 @@ class StepObserver:
             is_exact = has_master or is_random or id(parameter) in frozen
             if before is not None and not is_exact:
                 decays = id(parameter) not in decayed
-                sources = [parameter.grad, *held.values(), before if decays else None]
+                gradient = parameter.grad
+                sources = [gradient, *held.values(), before if decays else None]
+                if gradient is not None and gradient.is_sparse:
+                    sources = [gradient]  # optimizers update the rows with a gradient only
                 known = [each for each in sources if each is not None]
                 self._compare(unit, parameter, before, known)
 
@@ -179,7 +182,7 @@ class StepObserver:
     @torch.no_grad()
     def _see(self, unit: int, place: Place, tensors: Any) -> None:
         for tensor in tensors:
-            local = local_values(tensor)
+            local = strided_parts(local_values(tensor))[-1]
             if not local.is_floating_point() or local.numel() == 0:
                 continue
             seen = self._seen.setdefault((unit, place), _Seen(order=len(self._seen)))
@@ -205,6 +208,7 @@ class StepObserver:
         after = local_values(parameter)
         meant = torch.zeros_like(after, dtype=torch.bool)
         for local in map(local_values, sources):
+            local = local.to_dense() if local.is_sparse else local
             if local.shape == after.shape and local.is_floating_point():
                 meant |= local != 0
         changed = self._changed.setdefault(unit, _Changed())

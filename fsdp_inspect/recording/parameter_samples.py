@@ -282,7 +282,8 @@ class ParameterSamples:
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
     """Values at even distances, as float32; None if reading them would copy the whole tensor."""
     local = local_part(tensor).detach()
-    if type(local) not in (torch.Tensor, nn.Parameter) or not local.is_contiguous():
+    is_readable = type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided
+    if not is_readable or not local.is_contiguous():
         return None
     size = local.numel()
     return local.view(-1)[:: max(size // _VALUES, 1)][:_VALUES].float() if size else None

@@ -33,6 +33,12 @@ def describe_tensors(tensors: Iterable[torch.Tensor]) -> str:
     return "; ".join([*dict.fromkeys(found)][:_MOST_DESCRIBED])
 
 
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The indices and values of a sparse tensor; any other tensor itself."""
+    is_sparse = tensor.layout is torch.sparse_coo
+    return (tensor._indices(), tensor._values()) if is_sparse else (tensor,)
+
+
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds, without its graph."""
     return local_part(tensor).detach()

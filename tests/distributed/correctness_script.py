@@ -1071,6 +1071,37 @@ def new_optimizer_for_each_batch(folder: Path) -> None:
 # --- loops that look alike
 
 
+def train_sparse(folder: Path, embedding: nn.Embedding, model: nn.Module) -> None:
+    """Train an embedding with sparse gradients before a model; not under DDP, it reduces them."""
+    own = torch.optim.SparseAdam(embedding.parameters()), adam(model)
+    is_outside = not isinstance(model, DistributedDataParallel)
+    with fsdp_inspect.Recorder(model, path=folder, numerics_every=2, print_verdict=False):
+        for step in range(NUM_STEPS):
+            torch.manual_seed(2 * step + dist.get_rank())
+            words = torch.randint(_CLASSES, (_BATCH, _LENGTH))
+            logits = model(embedding(words) if is_outside else words)
+            F.cross_entropy(logits.flatten(0, 1), words.flatten()).backward()
+            if is_outside:
+                gradient = embedding.weight.grad.coalesce()
+                dist.all_reduce(gradient)
+                embedding.weight.grad = gradient / dist.get_world_size()
+            for optimizer in own:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@loop
+def sparse_gradients_beside_units(folder: Path) -> None:
+    train_sparse(folder, nn.Embedding(_CLASSES, _WIDTH, sparse=True), shard(make_model()))
+
+
+@loop
+def sparse_gradients_of_ddp(folder: Path) -> None:
+    embedding, model = nn.Embedding(_CLASSES, _WIDTH, sparse=True), make_model()
+    wrapped = DistributedDataParallel(nn.Sequential(embedding, model))
+    train_sparse(folder, embedding, wrapped)
+
+
 @loop
 def new_optimizer_without_state(folder: Path) -> None:
     model = shard(make_model())

@@ -9,7 +9,7 @@ from fsdp_inspect.diagnosis.diagnose import ProblemClass, Status
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from tests.cases import chosen_cases, mark_slow
 from tests.conftest import Torchrun
-from tests.distributed.correctness_script import LOOPS
+from tests.distributed.correctness_script import LOOPS, NUM_STEPS
 
 SCRIPT = Path(__file__).with_name("correctness_script.py")
 STALE = "The optimizer updates no parameter of the model."
@@ -76,7 +76,7 @@ QUICK = (
 """A mistake for each check."""
 READ = {
     *("plain", "norm-of-the-model-logged", "one-batch", "two-losses", "looked-at-often"),
-    "evaluation-only",
+    *("evaluation-only", "sparse-gradients-of-ddp", "sparse-gradients-beside-units"),
     *("broken-check", "not-finite", "not-finite-at-the-end", "stale-optimizer"),
     "stale-optimizer-of-fsdp1",
 }
@@ -126,6 +126,20 @@ def test_a_model_that_never_trains_with_dropout_is_noted(runs: tuple[Path, str])
 
     assert note.sentence == "The model trains in evaluation mode."
     assert "1 dropout with rates up to 0.1 is off" in note.why
+
+
+@pytest.mark.parametrize("name", ["sparse-gradients-of-ddp", "sparse-gradients-beside-units"])
+def test_sparse_gradients_end_no_recording(runs: tuple[Path, str], name: str) -> None:
+    run = open_run(runs[0] / name)
+
+    assert run.summary().num_steps == NUM_STEPS
+    notes = [note for note in run.notes if "report:" in note]
+    if name == "sparse-gradients-of-ddp":
+        assert "does not tell the buckets of sparse gradients" in notes.pop()
+        assert "its units are not recorded" in notes.pop()
+    else:
+        assert [unit.lost_ratio for unit in run.numerics().units] == [0.0] * 3
+    assert notes == []
 
 
 def test_the_line_of_the_script_s_own_collectives_is_named(runs: tuple[Path, str]) -> None:

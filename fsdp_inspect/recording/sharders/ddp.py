@@ -29,7 +29,9 @@ from fsdp_inspect.recording.dispatcher_kernels import Issue, observe_all_reduces
 from fsdp_inspect.recording.journal import Completion, later_of
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.sharders.base import Sharder, wrap_model_forward
+from fsdp_inspect.recording.tensors import strided_parts
 from fsdp_inspect.recording.torch_api.autograd import call_after_backward, current_graph_task_id
+from fsdp_inspect.recording.torch_api.c10d import bytes_of
 from fsdp_inspect.recording.torch_api.ddp import (
     BucketHandle,
     comm_hooks_of,
@@ -309,8 +311,9 @@ class BucketHooks:
         session = self._session
         if session.watches_memory:
             self._memory.reduce_buffer(message, unit)
-        num_bytes, dtype = message.nbytes, dtype_code(message.dtype)
-        number = session.note_issue(_ALL_REDUCE, unit, group, num_bytes, dtype)
+        dtype = dtype_code(message.dtype)
+        number = session.note_issue(_ALL_REDUCE, unit, group, bytes_of([message]), dtype)
+        num_bytes = bytes_of(strided_parts(message))  # of a sparse gradient, other on each rank
         communication = Communication(session, _ALL_REDUCE, unit, Stream.ALL_REDUCE)
         communication.flags |= _ASYNC
         communication.wait_method = Method.INFERRED

@@ -22,7 +22,11 @@ from fsdp_inspect.recording.sharders.zero import call_torch_for_collectives
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.torch_api import deepspeed_zero
 from fsdp_inspect.recording.torch_api.engine_names import is_engine
-from fsdp_inspect.recording.torch_api.marks import is_composable_replica, sharder_name_of
+from fsdp_inspect.recording.torch_api.marks import (
+    has_sparse_gradients,
+    is_composable_replica,
+    sharder_name_of,
+)
 from fsdp_inspect.recording.torch_api.needs import find_missing_name, find_missing_part
 from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.trace.sharders import (
@@ -106,6 +110,9 @@ def _find(sharder: str, model: nn.Module) -> Sharder[Any] | None:
     missing = find_missing_name(sharder)
     if missing is not None:
         return NoUnits(model, sharder, missing)
+    if sharder == DDP and has_sparse_gradients(model):  # the reducer fails for such a bucket
+        missing = "it does not tell the buckets of sparse gradients"
+        return NoUnits(model, sharder, missing, "To see the units, use Embedding(sparse=False).")
     module, _, name = _CLASSES[sharder].partition(".")
     try:
         kind = getattr(import_module(f"{__package__}.{module}"), name)
@@ -154,8 +161,17 @@ class NoUnits(Sharder[Any]):
     name = NO_UNITS
     has_numerics = False
 
-    def __init__(self, model: nn.Module, sharder: str, missing: str) -> None:
-        """`sharder` is the name of the model's sharder, `missing` says what is missing."""
+    def __init__(
+        self, model: nn.Module, sharder: str, missing: str, remedy: str | None = None
+    ) -> None:
+        """Prepare the recording.
+
+        Args:
+            model: The model.
+            sharder: The name of its sharder.
+            missing: What is missing.
+            remedy: What to do; None: another version.
+        """
         super().__init__(())
         named = model.named_modules()
         self.wrappers: Sequence[tuple[str, Any]] = [
@@ -177,9 +193,8 @@ class NoUnits(Sharder[Any]):
         self.reason = (
             f"The units of {self._title} are not recorded with {library} {version}: {missing}. "
             f"Steps, memory, logged values and {self._collectives} are recorded, and the training "
-            f"is unchanged. {part}Install a newer fsdp-inspect, or a version of {library} that it "
-            "supports."
-        )
+            f"is unchanged. {part}"
+        ) + (remedy or f"Install a newer fsdp-inspect, or a version of {library} that it supports.")
         """Why there are no units, what is recorded, and what to do."""
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,8 +81,8 @@ def tensors_of(message: Any) -> list[torch.Tensor]:
     return [member for member in members if torch.is_tensor(member)]
 
 
-def bytes_of(tensors: list[torch.Tensor]) -> int:
-    """The total bytes of tensors."""
+def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """The total bytes of tensors; of a sparse one, those that it would have as a dense one."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -85,8 +85,10 @@ class BucketBuffer:
         self._reference: StorageWeakRef | None = None
 
     def note(self, message: torch.Tensor) -> None:
-        """Note the tensor that the reducer all-reduces."""
-        self._reference = StorageWeakRef(message.untyped_storage())  # type: ignore[no-untyped-call]
+        """Note the tensor that the reducer all-reduces; a sparse one has no bucket."""
+        if message.layout is torch.strided:
+            storage = message.untyped_storage()
+            self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def tensor(self) -> torch.Tensor | None:
         """A tensor on the storage; None if it is unknown or freed."""

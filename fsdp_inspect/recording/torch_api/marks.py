@@ -31,6 +31,16 @@ def sharder_name_of(module: nn.Module) -> str | None:
     return SIMPLE_FSDP if is_parametrized(module) else None
 
 
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Whether a wrapped model of DDP in a model has an embedding with sparse gradients."""
+    wrappers = (each for each in model.modules() if isinstance(each, DistributedDataParallel))
+    return any(
+        isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+        for wrapper in wrappers
+        for each in wrapper.modules()
+    )
+
+
 def is_composable_replica(module: nn.Module) -> bool:
     """Whether torch's composable `replicate` (of DDP) was applied to a module."""
     return type(module).__module__ == _REPLICATE and type(module).__name__.startswith("DDP")
