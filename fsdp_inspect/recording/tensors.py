@@ -34,9 +34,10 @@ def describe_tensors(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The indices and values of a sparse tensor; any other tensor itself."""
-    is_sparse = tensor.layout is torch.sparse_coo
-    return (tensor._indices(), tensor._values()) if is_sparse else (tensor,)
+    """The indices and values of a sparse tensor, the values of a jagged one; else itself."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return (tensor.values(),) if tensor.layout is torch.jagged else (tensor,)
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.late_values import LateValues
+from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.correctness import ValuesSeen
@@ -72,7 +73,7 @@ class ValueWatch:
         self._units = units
         self._late = late
         self._request = request
-        self._is_looking = False
+        self._is_looking = self._has_failed = False
         self.seen = ValuesSeen()
 
     def note_loss(self, tensors: Any) -> None:
@@ -112,11 +113,21 @@ class ValueWatch:
         if self._is_looking:
             self._session.is_memory_step = self._is_looking = False
 
-    @torch.no_grad()
     def look(self) -> None:
         """Look at the parameters between two steps."""
-        if self.seen.step is not None:
+        if self.seen.step is not None or self._has_failed:
             return
+        try:
+            self._look()
+        except Exception as error:  # a dtype without a norm
+            raise_if_of_signal(error)
+            self._has_failed = True
+            self._session.problem(
+                f"Whether the parameters stay finite is not checked: {type(error).__name__}."
+            )
+
+    @torch.no_grad()
+    def _look(self) -> None:
         owner = {
             id(each): index
             for index, unit in enumerate(self._units)
@@ -124,16 +135,17 @@ class ValueWatch:
         }
         of_units = [each for unit in self._units for each in unit.local_parameters]
         known = {id(each): each for each in (*of_units, *self._model.parameters())}
-        largest: dict[torch.device, list[torch.Tensor]] = {}
-        places: dict[torch.device, list[int]] = {}
+        largest: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for key, parameter in known.items():
             local = local_part(parameter)
             if parameter.requires_grad and local.is_floating_point() and local.numel():
-                norm = torch.linalg.vector_norm(local, ord=math.inf, dtype=torch.float32)
-                largest.setdefault(local.device, []).append(norm)
-                places.setdefault(local.device, []).append(owner.get(key, NO_UNIT))
-        for device, found in largest.items():
-            self._read(self._session.step, places[device], torch.stack(found))
+                dtype = torch.float64 if local.dtype is torch.float64 else torch.float32
+                norm = torch.linalg.vector_norm(local, ord=math.inf, dtype=dtype)
+                largest.setdefault((local.device, dtype), []).append(norm)
+                places.setdefault((local.device, dtype), []).append(owner.get(key, NO_UNIT))
+        for kind, found in largest.items():
+            self._read(self._session.step, places[kind], torch.stack(found))
 
     def _read(self, step: int, places: list[int], found: torch.Tensor) -> None:
         def keep(values: torch.Tensor) -> None:

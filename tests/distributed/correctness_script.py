@@ -1103,6 +1103,26 @@ def sparse_gradients_of_ddp(folder: Path) -> None:
 
 
 @loop
+def parameters_of_64_bits(folder: Path) -> None:
+    model = shard(make_model().double())
+    data = ((inputs.double(), labels) for inputs, labels in batches())
+    train(folder, model, adam(model), data)
+
+
+@loop
+def jagged_inputs(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, numerics_every=2, print_verdict=False):
+        for inputs, _ in batches():
+            parts = [inputs[0], inputs[1, : _LENGTH // 2]]
+            outputs = model(torch.nested.nested_tensor(parts, layout=torch.jagged))
+            outputs.values().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
 def new_optimizer_without_state(folder: Path) -> None:
     model = shard(make_model())
     with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):

@@ -77,6 +77,7 @@ QUICK = (
 READ = {
     *("plain", "norm-of-the-model-logged", "one-batch", "two-losses", "looked-at-often"),
     *("evaluation-only", "sparse-gradients-of-ddp", "sparse-gradients-beside-units"),
+    *("parameters-of-64-bits", "jagged-inputs"),
     *("broken-check", "not-finite", "not-finite-at-the-end", "stale-optimizer"),
     "stale-optimizer-of-fsdp1",
 }
@@ -126,6 +127,16 @@ def test_a_model_that_never_trains_with_dropout_is_noted(runs: tuple[Path, str])
 
     assert note.sentence == "The model trains in evaluation mode."
     assert "1 dropout with rates up to 0.1 is off" in note.why
+
+
+@pytest.mark.parametrize("name", ["parameters-of-64-bits", "jagged-inputs"])
+def test_other_tensors_end_no_check(runs: tuple[Path, str], name: str) -> None:
+    run = open_run(runs[0] / name)
+
+    assert run.notes == []
+    assert run.summary().num_steps == NUM_STEPS
+    seen = [rank.training.values for rank in run.source.ranks]
+    assert [each.finite_step for each in seen] == [NUM_STEPS] * 2
 
 
 @pytest.mark.parametrize("name", ["sparse-gradients-of-ddp", "sparse-gradients-beside-units"])
