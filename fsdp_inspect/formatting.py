@@ -209,7 +209,12 @@ _OF_WHOLE = {
 
 
 def format_category(category: str) -> str:
-    """Format a memory category: `all-gather buffer`; of a run with DDP: `bucket`."""
+    """Format a memory category: `all-gather buffer`; of a run with DDP: `bucket`.
+
+    Tensors from before a forward are batches, and what the script keeps from earlier steps.
+    """
+    if category == "input":
+        return "input or kept"
     if isinstance(category, WholeCategory) and category in _OF_WHOLE:
         return _OF_WHOLE[category]
     hyphenated = category.replace("all_gather", "all-gather")

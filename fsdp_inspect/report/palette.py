@@ -102,7 +102,7 @@ MEMORY_LOOKS = {
     "all_gather_buffer": Look("all-gather buffer", "#867CAD", _BLACK),
     "reduce_scatter_buffer": Look("reduce-scatter buffer", "#8F7D6C", _BLACK),
     "buffer": Look("buffer", "#3F7472", _WHITE),
-    "input": Look("input", "#229F93", _BLACK),
+    "input": Look("input or kept", "#229F93", _BLACK),
     "temporary": Look("temporary", "#6773AA", _WHITE),
     "outside_allocator": Look("outside allocator", "#716C56", _WHITE),
     "unattributed": Look("unattributed", "#868891", _BLACK),
