@@ -184,6 +184,7 @@ def _conclude(evidence: ConclusionEvidence, other: int) -> Conclusion:
             *_phrase_settings(
                 evidence.settings, other, is_different, is_certain, are_causes_known=bool(causes)
             ),
+            *_phrase_arguments(evidence, other),
         ),
         is_of_other_model=_are_of_other_models(evidence, other),
     )
@@ -429,6 +430,28 @@ def _explain_time(evidence: ConclusionEvidence, other: int, judged: Judgement) -
 def _join(causes: Sequence[str]) -> str:
     """The causes in one sentence, without the marks of code for Markdown."""
     return "; ".join(causes).replace("`", "")
+
+
+def _phrase_arguments(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
+    """Name arguments of the script in which two runs differ: no setting tells what they change."""
+    sides = (0, other)
+    given = [_arguments_of(evidence.runs[side].manifest.command) for side in sides]
+    own = [
+        [each for each in words if each not in without]
+        for words, without in zip(given, reversed(given), strict=True)
+    ]
+    if any(own):
+        texts = (
+            f"{evidence.labels[side]} has {listed([f"'{each}'" for each in words] or ['none'], 4)}"
+            for side, words in zip(sides, own, strict=True)
+        )
+        yield f"The arguments of the script differ: {', '.join(texts)}."
+
+
+def _arguments_of(command: Sequence[str]) -> Sequence[str]:
+    """The words after the script; empty if no word of the command is one."""
+    places = [place for place, word in enumerate(command) if word.endswith(".py")]
+    return command[places[0] + 1 :] if places else ()
 
 
 def _phrase_settings(
