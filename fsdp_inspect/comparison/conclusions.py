@@ -442,7 +442,7 @@ def _phrase_arguments(evidence: ConclusionEvidence, other: int) -> Iterator[str]
     ]
     if any(own):
         texts = (
-            f"{evidence.labels[side]} has {listed([f"'{each}'" for each in words] or ['none'], 4)}"
+            f"{evidence.labels[side]} has {listed(list(map(repr, words)) or ['none'], 4)}"
             for side, words in zip(sides, own, strict=True)
         )
         yield f"The arguments of the script differ: {', '.join(texts)}."
