@@ -234,6 +234,7 @@ def _folder_of_runs(out: Path | None) -> Iterator[Path]:
 
 
 def _open_all(given: Sequence[str]) -> "list[StoredRun]":
+    from fsdp_inspect.errors import CheckError
     from fsdp_inspect.store.folder import list_runs
     from fsdp_inspect.store.reader import open_run
 
@@ -244,6 +245,13 @@ def _open_all(given: Sequence[str]) -> "list[StoredRun]":
             opened += [open_run(entry.path) for entry in inside]
         else:
             opened.append(open_stored_argument(one))
+    paths = [run.path for run in opened]
+    twice = next((run for run in opened if paths.count(run.path) > 1), None)
+    if twice is not None:
+        raise CheckError(
+            f"Run {twice.manifest.run_id!r} is given {paths.count(twice.path)} times. Expected "
+            "repeats, each recorded on its own. Give each run once."
+        )
     return opened
 
 

@@ -214,3 +214,12 @@ def test_runs_are_recorded_first_and_times_want_five(invoke, tmp_path):
     assert made.code == 0, made.err
     assert read_baseline(path).times == {}
     assert again.code == 0, again.out
+
+
+def test_one_run_is_no_repeat_of_itself(invoke, forecasts, baseline):
+    run = forecasts / "nothing"
+
+    ended = invoke("check", run, run.parent / "." / "nothing", "--baseline", baseline)
+
+    assert ended.code == 2
+    assert "is given 2 times. Expected repeats, each recorded on its own." in ended.err

@@ -5,7 +5,6 @@ number per run. Warm-up steps do not count, because they allocate memory that la
 libraries load workspaces, the allocator grows, and the optimizer creates its state.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -225,12 +224,6 @@ def _problems(runs: Sequence[RunSource], *, are_history: bool) -> Iterator[str]:
             yield (
                 f"Run {run.manifest.run_id!r} is {run.status.value}: it did not end normally on "
                 "every rank, so its peak may be missing. Record the run again."
-            )
-    for origin, number in Counter(run.manifest.origin() for run in runs).items():
-        if number > 1:
-            yield (
-                f"Run {origin.run_id!r} is given {number} times. Expected repeats that were "
-                "recorded one after another. Give each run once."
             )
     first = runs[0].manifest
     for run in () if are_history else runs[1:]:
