@@ -416,7 +416,7 @@ _DOING = {
     ActivityKind.LOCK: "waiting for a lock, a queue or a thread",
     ActivityKind.NETWORK: "in a network request",
     ActivityKind.CHILD_PROCESS: "waiting for a child process",
-    ActivityKind.FILE: "reading or writing a file",
+    ActivityKind.FILE: "reading or writing a file or a pipe",
     ActivityKind.COLLECTIVE: "in a collective",
     ActivityKind.COMPARISON: "in the comparison of ranks before an optimizer step",
     ActivityKind.FOLLOWS: "waiting for rank 0 to begin to train",
@@ -1028,7 +1028,16 @@ def _next(found: Diagnosis) -> Iterator[str]:
 
 def _about_weights(found: Diagnosis) -> Iterator[str]:
     """What follows for the weights, if collectives of different tensors have finished."""
-    if found.difference is not None and found.difference.num_since:
+    difference = found.difference
+    if difference is None or not difference.num_since:
+        return
+    since = max(issued.step for _, issued in difference.issued)
+    if all(state.step is not None and state.step <= since for state in found.states):
+        yield (
+            f"No rank has ended step {since}. If no optimizer stepped in it after the difference, "
+            "the weights from before it are right."
+        )
+    else:
         yield "Do not use the weights of this run: results since that step are wrong."
 
 
@@ -1121,7 +1130,10 @@ _NEXT_FOR: dict[ActivityKind, tuple[str, ...]] = {
     ActivityKind.BREAKPOINT: ("Leave the debugger, or remove the breakpoint.",),
     ActivityKind.CODE: (_ON_ONE_RANK,),
     ActivityKind.SLEEP: (_ON_ONE_RANK,),
-    ActivityKind.FILE: (_ON_ONE_RANK, "Look at the file system of that rank's machine."),
+    ActivityKind.FILE: (
+        _ON_ONE_RANK,
+        "Look at the file system of that rank's machine, or at the other end of the pipe.",
+    ),
     ActivityKind.NETWORK: (_ON_ONE_RANK, "Give the request a timeout."),
     ActivityKind.CHILD_PROCESS: (_ON_ONE_RANK, "Look at the child process on that machine."),
     ActivityKind.COMPILE: (

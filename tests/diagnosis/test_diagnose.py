@@ -526,6 +526,22 @@ def test_a_difference_stays_the_answer_when_later_collectives_have_overwritten_i
     assert "before step 9" in describe_diagnosis(unseen).sentence
 
 
+@pytest.mark.parametrize(("last_step", "are_wrong"), [(1, False), (2, True)])
+def test_weights_are_wrong_after_an_update_with_wrong_results(
+    last_step: int, are_wrong: bool
+) -> None:
+    steps = [Call(unit, step=step) for step in (0, 1) for unit in (0, 1, 2)]
+    swapped = [*steps[:3], steps[4], steps[3], steps[5]]
+    boxes = {
+        rank: make_box(calls, (0, 1), step=last_step) for rank, calls in ((0, steps), (1, swapped))
+    }
+    run = run_of(boxes, dict.fromkeys((0, 1), RunStatus.CRASHED), world_size=2)
+
+    [about] = [step for step in describe_diagnosis(diagnose(run)).next if "weights" in step]
+
+    assert about.startswith("Do not use the weights" if are_wrong else "No rank has ended step 1.")
+
+
 def loaders(ended: tuple[int, int], waiting: tuple[int, int]) -> dict[int, BlackBox]:
     """Rank 1 has ended its loader, and the others wait; (batches, passes) of it, and of them."""
     batches, passes = ended
@@ -658,7 +674,9 @@ def test_batches_are_uneven_only_if_another_rank_has_had_more(
     assert ("Rank 0 has had 1 more." in sentence) is (problem is ProblemClass.UNEVEN_BATCHES)
     assert ("a batch without a step" in sentence) is (ended == (12, 2) == others)
     if problem is ProblemClass.RANK_LATE:
-        assert "reading or writing a file at train.py:88 (`open('fifo').read()`)" in sentence
+        assert (
+            "reading or writing a file or a pipe at train.py:88 (`open('fifo').read()`)" in sentence
+        )
 
 
 def test_a_rank_that_ended_is_named_however_short_the_others_have_waited() -> None:
