@@ -221,6 +221,7 @@ class Session(Position):
     __slots__ = (
         "_evaluation",
         "_forward_start",
+        "_has_reference",
         "_has_trained",
         "_is_paused",
         "_last_forward_end",
@@ -294,8 +295,8 @@ class Session(Position):
         self.on_host = clock.immediate
         self.compute_stream = int(Stream.HOST if clock.immediate else Stream.COMPUTE)
         """The stream of a unit's passes."""
-        self._has_trained = False
-        """Whether a unit ran a training forward since the last step ended."""
+        self._has_trained = self._has_reference = False
+        """Whether a unit ran a forward with gradients, and one without, since the last step ended."""
         self._forward_start = self._last_forward_end = None
         self._evaluation: tuple[Any, Any] | None = None
         self._reference_passes = ReferencePasses()
@@ -494,7 +495,7 @@ class Session(Position):
         self.phase = Phase.OUTSIDE
         self.open_units.clear()
         self.hook_unit = NO_UNIT
-        self.in_backward = self._has_trained = self.has_issued = False
+        self.in_backward = self._has_trained = self.has_issued = self._has_reference = False
         self._reference_passes.end_step()
         self.execution_known = self.execution_known or bool(self.execution_order)
         self.journal.drain()
@@ -517,6 +518,7 @@ class Session(Position):
             self.open_step()
         if not (grad_enabled or self.open_units):
             self.forward_ends.add(key[0])
+            self._has_reference = True
         if not grad_enabled and not self._is_in_step(key):
             self.phase = _EVALUATION
             begin = self._evaluation[0] if self._evaluation else mark
@@ -553,7 +555,9 @@ class Session(Position):
         """Note that autograd starts: the forward, including the loss, has ended."""
         mark = self.clock.mark()
         self._close_forward(mark)
-        self._has_trained |= self.has_issued  # another unit than usual may begin a forward
+        # Another unit than usual may begin a forward. The collectives of a forward without
+        # gradients do not show that.
+        self._has_trained |= self.has_issued and not self._has_reference
         self.backward_place = self.places.find(sys._getframe(1))
         if self.places.new and self.black_box is not None:
             self.black_box.add_places(self.places.new)

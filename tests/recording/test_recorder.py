@@ -12,7 +12,8 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -79,13 +80,12 @@ def quiet(model: nn.Module, path: Path, **options: Any) -> Recorder:
 # --- plain steps
 
 
-def test_a_plain_step_of_another_unit_ends_with_the_optimizer(fake_ranks: None) -> None:
-    """A loop that drops layers at random may drop the units whose hooks a plain step keeps."""
-    model = sharded_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def run_steps(
+    model: nn.Module, runs: Sequence[tuple[bool, Callable[[], None]]]
+) -> tuple[list[bool], BlackBoxWriter]:
+    """Record runs, each in detail or not; whether each update ended a step."""
     sharder = Fsdp2.find(model)
     assert sharder is not None
-    middle = sharder.units[1].group
     clock = HostClock()
     box = BlackBoxWriter(clock.host_now)
     session = Session(clock, lambda row: None, ProcessGroups(), black_box=box)
@@ -93,19 +93,56 @@ def test_a_plain_step_of_another_unit_ends_with_the_optimizer(fake_ranks: None) 
 
     def end_step(optimizer: torch.optim.Optimizer) -> None:
         ended.append(session.ends_with_optimizer)
-        session.end_step()
+        if ended[-1]:
+            session.end_step()
 
     hooks = Instruments(session, sharder, probe, None, end_step)
     hooks.attach()
-    for is_detailed, layers in ((True, model), (False, model), (False, model[1:2])):
+    for is_detailed, run in runs:
         hooks.choose_detail(is_detailed)
-        assert bool(vars(middle).keys() & {*unit_hooks.WRAPPED_METHODS}) == is_detailed
+        run()
+    hooks.detach()
+    assert not session.problems
+    return ended, box
+
+
+def test_a_plain_step_of_another_unit_ends_with_the_optimizer(fake_ranks: None) -> None:
+    """A loop that drops layers at random may drop the units whose hooks a plain step keeps."""
+    model = sharded_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    middle = Fsdp2.find(model).units[1].group  # type: ignore[union-attr]
+    are_wrapped = []
+
+    def train_layers(layers: nn.Module) -> None:
+        are_wrapped.append(bool(vars(middle).keys() & {*unit_hooks.WRAPPED_METHODS}))
         layers(torch.ones(2, 8)).sum().backward()
         optimizer.step()
-    hooks.detach()
+
+    runs = [(True, model), (False, model), (False, model[1:2])]
+    ended, box = run_steps(
+        model, [(detail, partial(train_layers, layers)) for detail, layers in runs]
+    )
+    assert are_wrapped == [True, False, False]
     assert ended == [True, True, True]
     assert box.num_finished == box.num_issued > 0
-    assert not session.problems
+
+
+def test_an_update_of_another_model_ends_no_step(fake_ranks: None) -> None:
+    """As of a critic that learns from what the recorded generator makes without gradients."""
+    model, critic = sharded_model(), nn.Linear(8, 1)
+    own, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, critic))
+
+    def train_both() -> None:
+        for _ in range(2):
+            with torch.no_grad():
+                made = model(torch.ones(2, 8))
+            critic(made).sum().backward()
+            other.step()
+        critic(model(torch.ones(2, 8))).sum().backward()
+        own.step()
+
+    ended, _ = run_steps(model, [(is_detailed, train_both) for is_detailed in (True, False)])
+    assert ended == [False, False, True] * 2
 
 
 def test_in_a_plain_step_the_position_is_the_unit_that_torch_runs(
