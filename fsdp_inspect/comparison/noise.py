@@ -75,11 +75,18 @@ class Judgement:
 MISSING = Judgement(NoiseVerdict.MISSING, None, None, None, None, (0, 0))
 
 
-def judge_exact(first: Sequence[int], second: Sequence[int]) -> Judgement:
+def judge_exact(
+    first: Sequence[int], second: Sequence[int], *, least_change: float = 0.0
+) -> Judgement:
     """Compare counts or bytes that do not vary from run to run.
 
     If they do vary inside a side (an allocator on a busy device), a difference counts only if the
     sides do not overlap.
+
+    Args:
+        first: The values of the first side.
+        second: The values of the other side.
+        least_change: A smaller change, as a fraction, can be noise.
     """
     before, after = median(first), median(second)
     if before is None or after is None:
@@ -88,6 +95,7 @@ def judge_exact(first: Sequence[int], second: Sequence[int]) -> Judgement:
     if len({*first, *second}) == 1:
         return Judgement(NoiseVerdict.EQUAL, change, None, None, None, (0, 0))
     is_apart = max(first) < min(second) or max(second) < min(first)
+    is_apart &= change is None or abs(change) >= least_change
     verdict = NoiseVerdict.DIFFERENT if is_apart else NoiseVerdict.UNKNOWN
     return Judgement(verdict, change, None, None, None, (0, 0))
 

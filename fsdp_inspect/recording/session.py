@@ -296,7 +296,7 @@ class Session(Position):
         self.compute_stream = int(Stream.HOST if clock.immediate else Stream.COMPUTE)
         """The stream of a unit's passes."""
         self._has_trained = self._has_reference = False
-        """Whether a unit ran a forward with gradients, and one without, since the last step ended."""
+        """Whether a forward with gradients, and one without, ran since the last step ended."""
         self._forward_start = self._last_forward_end = None
         self._evaluation: tuple[Any, Any] | None = None
         self._reference_passes = ReferencePasses()

@@ -175,6 +175,29 @@ def test_counts_and_bytes_are_never_noise():
     )
 
 
+def run_with_more_gathers(*steps):
+    """Ten steps with ten all-gathers each; one more in some of them."""
+    builder = RunBuilder(("layers.0",))
+    rank = builder.rank(0)
+    for step in range(10):
+        rank.step(step, 1000 * step, 1000 * (step + 1))
+        for place in range(10 + (step in steps)):
+            rank.all_gather("layers.0", 1000 * step + 10 * place, 1000 * step + 10 * place + 5)
+    return builder.build()
+
+
+def test_a_collective_of_some_steps_makes_no_difference():
+    some, fewer = run_with_more_gathers(4, 5), run_with_more_gathers(5)
+    more = run_with_more_gathers(*range(10))
+
+    alike, other = compare_runs([some], [fewer]), compare_runs([some], [more])
+
+    assert not any("Communication" in reason for reason in alike.conclusions[0].reasons)
+    assert metric_of(alike, "collectives_per_step").values == (10, 10)
+    assert metric_of(alike, "communication_bytes").judgements[0].verdict is NoiseVerdict.UNKNOWN
+    assert any("collectives 10 -> 11" in reason for reason in other.conclusions[0].reasons)
+
+
 def test_memory_at_the_peak_is_compared_by_category():
     runs = []
     for held in (100, 300):
