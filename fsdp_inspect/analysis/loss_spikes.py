@@ -1,8 +1,9 @@
 """Find spikes of the logged loss, and the unit whose gradient norm rose first.
 
-[Note: Loss spikes] The level of a loss is the median of up to 20 normal values before. Its noise is
-the robust standard deviation of their successive differences / sqrt(2), which a falling loss does
-not raise (1.4826 x the median absolute deviation). A value is a spike if it is not finite, or
+[Note: Loss spikes] The level of a loss is the median of the last 9 normal values: more would be
+too high for a falling loss. Its noise is the robust standard deviation of the successive
+differences of up to 20 of them / sqrt(2), which a falling loss does not raise (1.4826 x the median
+absolute deviation). A value is a spike if it is not finite, or
 exceeds the level by more than 8 times the noise and by more than 20%. The loss has recovered once 3
 values in a row are normal again.
 
@@ -27,6 +28,7 @@ from fsdp_inspect.trace.run import RunSource
 
 _LEAST_VALUES = 10
 _MOST_VALUES = 20
+_OF_LEVEL = 9
 _DEVIATIONS = 8.0
 _LEAST_RISE = 0.2
 _RECOVERED_AFTER = 3
@@ -116,12 +118,16 @@ def find_spikes(values: Sequence[float]) -> list[tuple[int, int | None, float]]:
         num_normal = num_normal + 1 if value <= limit else 0
         if num_normal == _RECOVERED_AFTER:
             end = at + 1 - _RECOVERED_AFTER
-            found.append((low, end, statistics.median(normal[-_MOST_VALUES:])))
+            found.append((low, end, _level(normal)))
             normal += values[end : at + 1]
             low = -1
     if low >= 0:
-        found.append((low, None, statistics.median(normal[-_MOST_VALUES:])))
+        found.append((low, None, _level(normal)))
     return found
+
+
+def _level(normal: Sequence[float]) -> float:
+    return statistics.median(normal[-_OF_LEVEL:])
 
 
 def _limit(normal: Sequence[float]) -> float:
@@ -129,7 +135,7 @@ def _limit(normal: Sequence[float]) -> float:
     recent = normal[-_MOST_VALUES:]
     if len(recent) < _LEAST_VALUES:
         return math.inf
-    level = statistics.median(recent)
+    level = _level(recent)
     changes = [after - before for before, after in pairwise(recent)]
     usual = statistics.median(changes)
     noise = 1.4826 * statistics.median(abs(each - usual) for each in changes) / math.sqrt(2)

@@ -53,7 +53,7 @@ def test_a_rise_is_found_where_it_starts_and_where_it_ends() -> None:
         values[40:46] = [9.0] * 6
         [(low, high, usual)] = find_spikes(values)
         assert (low, high) == (40, 46), seed
-        assert usual == pytest.approx(np.median(values[:40]), rel=0.2), seed
+        assert usual == pytest.approx(np.median(values[31:40])), seed
 
 
 def test_a_loss_that_is_not_finite_is_a_spike() -> None:
@@ -121,3 +121,13 @@ def test_a_spike_that_recovers_is_evidence_and_no_problem() -> None:
     evidence = " ".join(describe_diagnosis(found).evidence)
     assert "The loss rose in step 40" in evidence
     assert "had recovered in step 43" in evidence
+
+
+def test_a_falling_loss_that_stays_high_does_not_recover() -> None:
+    """Its values after the rise are as high as those of the 20 steps before."""
+    before = [4.0 * 0.966**step for step in range(30)]
+
+    [(low, high, usual)] = find_spikes([*before, *[3.3] * 5, *[2.2] * 60])
+
+    assert (low, high) == (30, None)
+    assert usual < 1.7
