@@ -22,7 +22,12 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.plain_steps import remove_detail_cost
-from fsdp_inspect.analysis.step_selection import RankSteps, timed_ranks, usual_steps
+from fsdp_inspect.analysis.step_selection import (
+    RankSteps,
+    sum_per_step,
+    timed_ranks,
+    usual_steps,
+)
 from fsdp_inspect.columns import TableSpec, number_column, text_column, value_column
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import MetricUnit, find_metric
@@ -246,6 +251,8 @@ _LEAST_FAULTS = 10.0
 """Smallest reported change of the major page faults per second."""
 _MOST_LATE_RANKS = 4
 """The number of late ranks to report, largest change first."""
+_STEPS_OF_OTHERS = 20
+"""At most about so many steps of each side show the data of other ranks."""
 _STEPS_NEAR = 5
 _CLOCK_LIMITS = {"heat": 0x20 | 0x40, "power": 0x04 | 0x80, "a hardware slowdown": 0x08}
 """Bits of `nvmlClocksEventReason`, by the limit that they report."""
@@ -297,6 +304,8 @@ def find_coincidences(
     change = _change(member.step_time_ns, before, after)
     sides = member.steps[before], member.steps[after]
     detailed = _find_detailed(run, member, before, after)
+    if detailed is None:
+        yield from _data_of_others(run, member, sides, change)
     late = [] if detailed is None else _late_ranks(run, detailed[0], sides, change)
     for other in late:
         yield from _own_work(other, sides, change)
@@ -356,6 +365,25 @@ def _late_ranks(run: RunSource, member: RankSteps, sides: _Sides, change: float)
     parts = {other.rank: _own_change(other, sides) / change for other in others}
     late = [other for other in others if parts[other.rank] >= _LEAST_PART]
     return sorted(late, key=lambda other: -parts[other.rank])[:_MOST_LATE_RANKS]
+
+
+def _data_of_others(
+    run: RunSource, member: RankSteps, sides: _Sides, change: float
+) -> Iterator[str]:
+    """The data of other ranks, which plain steps have, if it changed as the step time did.
+
+    A few steps of each side show it: a summary has rows for each rank.
+    """
+    few = [side[:: len(side) // _STEPS_OF_OTHERS + 1] for side in sides]
+    rows = run.summary(kinds=[StepPart.DATA], steps=np.concatenate(few).tolist())
+    found = []
+    for rank in np.unique(rows.rank[rows.rank != member.rank]).tolist():
+        own = rows.where(rows.rank == rank)
+        was, now = (_median_ns(sum_per_step(own.step, own.duration_ns, side)) for side in few)
+        if _is_account(now - was, change):
+            found.append((was - now, f"data of rank {rank}: {format_ns(was)} to {format_ns(now)}"))
+    for _, sentence in sorted(found)[:_MOST_LATE_RANKS]:
+        yield sentence
 
 
 def _own_change(member: RankSteps, sides: _Sides) -> int:

@@ -216,6 +216,8 @@ class Trust:
                 f"training threads had no CPU core for {format_ratio(self.run_delay_ratio)} of the "
                 "time."
             )
+        if self.other_plain_steps is not None and self.other_plain_steps.are_longer:
+            return "plain steps take longer, and only detailed steps show the work of each rank."
         return f"{self._missing}." if self.missing_ranks and is_replayed else None
 
     @property

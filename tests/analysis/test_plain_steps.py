@@ -13,6 +13,7 @@ from fsdp_inspect.comparison.gate.limits import parse_limits
 from fsdp_inspect.comparison.gate.measurements import read_runs
 from fsdp_inspect.diagnosis.diagnose import ProblemClass, diagnose
 from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.report.ranks_wording import describe_answer
 from fsdp_inspect.trace.codes import EventKind, Phase
 from tests.analysis.test_drift import noisy
 from tests.boxes import Call, make_box
@@ -30,14 +31,19 @@ def is_plain(step: int) -> bool:
     return step >= 20 and (step >= 68 or (step - 20) % 8 < 4)
 
 
-def run_of(times_ms: np.ndarray, *, data: bool = False, **run: object) -> InMemoryRun:
-    """Two ranks; a detailed step waits 10 ms. `data`: each step waits for what exceeds 100 ms."""
+def run_of(
+    times_ms: np.ndarray, *, data: bool = False, late_data: bool = False, **run: object
+) -> InMemoryRun:
+    """Two ranks; a detailed step waits 10 ms.
+
+    `data`: each step waits for what exceeds 100 ms. `late_data`: only rank 1 waits for that.
+    """
     builder = RunBuilder(world_size=2)
     for number in (0, 1):
         rank, now = builder.rank(number), 0
         for step, time in enumerate((times_ms * 1e6).astype(np.int64).tolist()):
             rank.step(step, now, now + time, is_plain=is_plain(step))
-            if data:
+            if data or (late_data and number == 1):
                 rank.data(now, now + time - 100_000_000)
             if not is_plain(step):
                 begin = now + time - 10_000_000
@@ -130,6 +136,21 @@ def test_drift_uses_plain_steps_and_does_not_compare_their_waits():
 def test_data_accounts_for_a_change_that_only_plain_steps_have():
     (change,) = measure_drift(run_of(changing(), data=True)).changes
     assert change.accounted_by == ("data: 0 ns to 100 ms",)
+
+
+def test_data_of_another_rank_is_named_that_only_plain_steps_have():
+    (change,) = measure_drift(run_of(changing(), late_data=True)).changes
+    assert change.accounted_by == ()
+    assert change.coincident == ("data of rank 1: 0 ns to 100 ms",)
+
+
+def test_longer_plain_steps_may_have_a_straggler():
+    said, unsaid = (
+        describe_answer(measure_ranks(run_of(times)))[0]
+        for times in (changing(), np.full(STEPS, 100.0))
+    )
+    assert said.startswith("It is unknown whether there is a straggler: plain steps take longer")
+    assert "plain steps" not in unsaid
 
 
 def test_a_diagnosis_does_not_exclude_parts_that_plain_steps_lack():
