@@ -250,18 +250,19 @@ def _rare_work(rare: RareWork, num_ranks: int) -> str:
 
 def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
     cost = format_metric("imbalance_ns", ranks.imbalance_ns)
-    costs, rare, without = f"Unequal work costs {cost} a step", ranks.rare_work, ""
+    where, rare, others = _steps(replay.steps), ranks.rare_work, ""
+    costs = f"Unequal work costs {cost} a step in {where}"
     if rare is not None:
-        without = f" ({len({*rare.steps} & {*replay.steps}) or 'none'} of those steps)"
+        inside = len({*rare.steps} & {*replay.steps}) or "None"
+        others = f" {inside} of these {len(replay.steps)} steps are among those {len(rare.steps)}."
     elif ranks.straggler_refusal is None:
         changes = max(row.busiest_ratio for row in ranks.ranks) < LEAST_BUSIEST_RATIO
         alone = f"a rank alone costs less than {format_ratio(LEAST_COST_RATIO)}"
         why = "the rank with the longest work changes" if changes else alone
         costs += f", although no rank is a straggler: {why}"
     return (
-        f"{costs}. This compares with a replay of {_steps(replay.steps)}{without} in which all "
-        "ranks have equal work, and includes random differences between the ranks. "
-        f"{_replay_error(replay)}"
+        f"{costs}.{others} This compares with a replay of them in which all ranks have equal work, "
+        f"and includes random differences between the ranks. {_replay_error(replay)}"
     )
 
 
