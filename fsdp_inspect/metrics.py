@@ -222,7 +222,8 @@ _ALL = (
         "other_ns",
         "other",
         _NS,
-        "the rest of the step: loss, gradient clipping, logging, zeroing gradients",
+        "the rest of the step: loss, gradient clipping, logging, zeroing gradients, and batches "
+        "that come from no DataLoader",
     ),
     Metric(
         "kept_ns",
