@@ -222,8 +222,7 @@ _ALL = (
         "other_ns",
         "other",
         _NS,
-        "the rest of the step: loss, gradient clipping, logging, zeroing gradients, and batches "
-        "that come from no DataLoader",
+        "the rest of the step: loss, clipping, logging, zero_grad, batches of no DataLoader",
     ),
     Metric(
         "kept_ns",
