@@ -11,12 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
-from fsdp_inspect.analysis.memory.growth import MIN_STEPS, MemoryGrowth
+from fsdp_inspect.analysis.memory.growth import MIN_STEPS, MemoryGrowth, ProcessGrowth
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.peak import Memory, PeakMoment, RankMemory
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction
 from fsdp_inspect.analysis.verdict.words import describe_when_full
-from fsdp_inspect.formatting import format_bytes, format_category, format_ratio, format_unit
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_category,
+    format_ns,
+    format_ratio,
+    format_unit,
+)
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import new_table, render_table, section
 from fsdp_inspect.report.wording import format_method, format_metric
@@ -171,6 +177,18 @@ def _settings(reserved: ReservedPrediction) -> str:
     )
 
 
+def describe_process_growth(process: ProcessGrowth | None) -> str:
+    """Describe a growth of the process, of which tensors are a part."""
+    if process is None:
+        return ""
+    return (
+        f"The process of rank {process.rank} grew from {format_bytes(process.first_bytes)} to "
+        f"{format_bytes(process.last_bytes)} in {format_ns(process.duration_ns)}. Whether tensors "
+        f"did is unknown: at least {MIN_STEPS} memory steps show it, such as those of "
+        "memory_steps=range(10, 500, 50)."
+    )
+
+
 def describe_growth(growth: MemoryGrowth | None) -> str:
     """Describe whether memory grows over the steps, with the p-value."""
     if growth is None:
@@ -287,6 +305,7 @@ def _answer(overview: MemoryOverview) -> Iterable[RenderableType]:
         describe_limit(overview, overview.rank),
         describe_expandable(overview.reserved),
         None if overview.source == "predicted" else describe_growth(overview.growth),
+        describe_process_growth(overview.process),
         describe_spread(overview.memory),
         None if overview.whole is None else overview.whole.sentence,
     ):

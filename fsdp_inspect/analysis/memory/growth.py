@@ -125,6 +125,39 @@ def _measure_failure(run: RunSource, rank: int | None) -> MemoryGrowth | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessGrowth:
+    """A trend of the resident memory of a rank's process."""
+
+    rank: int
+    first_bytes: int
+    last_bytes: int
+    duration_ns: int
+    """From the first to the last sample that is tested: those of the first quarter are left out."""
+
+
+_LEAST_RISE_BYTES = 32 << 20
+_LEAST_RISE_RATIO = 0.1
+"""A process may keep a little more memory from step to step without a leak."""
+
+
+def find_process_growth(run: RunSource, rank: int) -> ProcessGrowth | None:
+    """Test the sampled memory of a process for a trend; None: it does not grow, or is unknown.
+
+    On CPU it contains the tensors, which only memory steps count, and much else.
+    """
+    devices = run.devices(rank)
+    known = devices.where(devices.process_rss >= 0)
+    known = known.where(np.arange(len(known)) >= len(known) // 4)
+    growth = _test(known.time_ns, known.process_rss)
+    if growth is None or growth[0] <= 0 or growth[1] >= SIGNIFICANCE:
+        return None
+    first, last = int(known.process_rss[0]), int(known.process_rss[-1])
+    if last - first < max(_LEAST_RISE_BYTES, _LEAST_RISE_RATIO * first):
+        return None
+    return ProcessGrowth(rank, first, last, int(known.time_ns[-1] - known.time_ns[0]))
+
+
 def _grown_place(failed: OutOfMemoryRecord) -> str:
     """The line that allocated most of what the last steps left behind; empty if it is unknown."""
     before, now = failed.resting_before, failed.resting_now

@@ -10,7 +10,12 @@ from functools import partial
 from typing import ClassVar
 
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
-from fsdp_inspect.analysis.memory.growth import MemoryGrowth, measure_memory_growth
+from fsdp_inspect.analysis.memory.growth import (
+    MemoryGrowth,
+    ProcessGrowth,
+    find_process_growth,
+    measure_memory_growth,
+)
 from fsdp_inspect.analysis.memory.peak import Memory, OwnerBytes, RankMemory, measure_memory
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction, predict_reserved
 from fsdp_inspect.analysis.memory.sharding_worth import WholeMemory, measure_whole_memory
@@ -50,6 +55,8 @@ class MemoryOverview(TableResult):
     """The reserved memory of a forecast or snapshot, predicted; None without its allocations."""
     whole: WholeMemory | None = None
     """The memory of a rank without sharding; None for runs without FSDP or DDP."""
+    process: ProcessGrowth | None = None
+    """A growth of the process on CPU, if too few memory steps show the tensors; None: none."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Memory at the peak by owner",
@@ -140,7 +147,9 @@ def measure_memory_overview(run: RunSource, *, rank: int | None = None) -> Memor
         IncompleteRunError: The run has no data of the rank.
     """
     memory = measure_memory(run, rank=rank)
-    shown = memory.shown_rank
+    shown, growth = memory.shown_rank, measure_memory_growth(run, rank=rank)
+    is_unknown = growth is None or growth.grows is None
+    is_on_host = run.manifest.device_type == "cpu" and run.manifest.source == "recorded"
     return MemoryOverview(
         run_id=run.manifest.run_id,
         status=run.status.value,
@@ -151,12 +160,15 @@ def measure_memory_overview(run: RunSource, *, rank: int | None = None) -> Memor
         rank=next((row for row in memory.ranks if row.rank == shown), None),
         memory=memory,
         allocator=None if shown is None else measure_allocator(run, rank=shown),
-        growth=measure_memory_growth(run, rank=rank),
+        growth=growth,
         failed_unit=_failed_unit(run, memory),
         reserved=None
         if shown is None or run.manifest.device_type == "cpu"
         else predict_reserved(run, rank=shown),
         whole=measure_whole_memory(run.manifest, memory.peak, memory.device_bytes),
+        process=find_process_growth(run, shown)
+        if is_unknown and is_on_host and shown is not None
+        else None,
     )
 
 

@@ -4,13 +4,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fsdp_inspect.analysis.memory.growth import MIN_STEPS, measure_memory_growth
+from fsdp_inspect.analysis.memory.growth import (
+    MIN_STEPS,
+    ProcessGrowth,
+    find_process_growth,
+    measure_memory_growth,
+)
 from fsdp_inspect.analysis.trust import measure_trust
-from fsdp_inspect.report.memory_wording import describe_growth
+from fsdp_inspect.report.memory_wording import describe_growth, describe_process_growth
 from fsdp_inspect.trace.codes import MemoryPoint
 from fsdp_inspect.trace.live_memory import LiveBytes, LiveMoment, OutOfMemoryRecord
 from fsdp_inspect.trace.run import RunStatus
-from tests.builders import MIB, RunBuilder
+from fsdp_inspect.trace.tables import DeviceTable
+from tests.builders import MIB, RunBuilder, steady_run
 from tests.cases import examples
 
 GIB = 1 << 30
@@ -164,3 +170,38 @@ def test_a_slope_is_found_through_noise_smaller_than_it(seed):
     )
     assert growth.grows
     assert growth.growth_bytes_per_step == pytest.approx(MIB, rel=0.2)
+
+
+def process_of(*mebibytes: int) -> ProcessGrowth | None:
+    """The growth of a process, by a sample of its memory in each second."""
+    unknown = dict.fromkeys(DeviceTable.DTYPES, -1)
+    rows = [
+        {**unknown, "time_ns": second * 10**9, "process_rss": size << 20}
+        for second, size in enumerate(mebibytes)
+    ]
+    run = replace(steady_run(), device_tables={0: DeviceTable.from_rows(rows)})
+    return find_process_growth(run, 0)
+
+
+def test_a_process_that_grows_is_found_on_cpu() -> None:
+    found = process_of(100, 400, *range(500, 900, 50))
+
+    assert found == ProcessGrowth(0, 500 << 20, 850 << 20, 7 * 10**9)
+    assert describe_process_growth(found).startswith(
+        "The process of rank 0 grew from 500 MiB to 850 MiB in 7.00 s. Whether tensors did is"
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((100, 300, *[500] * 10), id="at the start"),
+        pytest.param((*[500] * 8, *[900] * 8), id="a single rise"),
+        pytest.param(tuple(range(500, 520)), id="a little"),
+        pytest.param((100, 400, 500, 600), id="too few samples"),
+        pytest.param(tuple(range(900, 500, -50)), id="it shrinks"),
+        pytest.param((), id="no samples"),
+    ],
+)
+def test_other_processes_do_not_grow(sizes: tuple[int, ...]) -> None:
+    assert process_of(*sizes) is None

@@ -365,7 +365,8 @@ def _show_over_steps(run: Run, overview: MemoryOverview, most_grown: MemoryGrowt
 def _show_growth(run: Run, overview: MemoryOverview, most_grown: MemoryGrowth | None) -> None:
     """Show the memory of the chosen rank over steps, and the growth of the rank that grew most."""
     steps = overview.memory.over_steps
-    verdict = memory_wording.describe_growth(overview.growth)
+    about_process = memory_wording.describe_process_growth(overview.process)
+    verdict = f"{memory_wording.describe_growth(overview.growth)} {about_process}".strip()
     here = overview.growth
     if most_grown is not None and most_grown.grows and not (here and here.grows):
         verdict += f" Another rank: {memory_wording.describe_growth(most_grown)}"
