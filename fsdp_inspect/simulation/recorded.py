@@ -158,7 +158,8 @@ class RecordedWork:
             MissingDataError: The error is too large to predict a plan.
         """
         error = simulated_ns / self.step_time_ns - 1 if self.step_time_ns else 0.0
-        trust = replace(self.trust, self_check_error=error)
+        late_ratio = self.late_ns / self.step_time_ns if self.step_time_ns else 0.0
+        trust = replace(self.trust, self_check_error=error, late_ratio=late_ratio)
         trust.expect_prediction()
         return trust
 
