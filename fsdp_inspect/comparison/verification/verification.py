@@ -152,14 +152,15 @@ def verify_prediction(
     moved = _moved_compute(prediction, timed, before)
     busier = _busier(timed, before)
     step, exposed = _judge_times(prediction, timed, before, moved)
-    slowdown = _find_slowdown(moved, step, timed, before)
-    about_compute = _about_compute(moved, step, slowdown)
+    about_compute = list[str]()
     other_cause = "The machine may have changed the times, not the plan."
-    if slowdown is not None:
-        other_cause = "Communication that slows compute may be the cause, or the machine."
-    if not busier and not about_compute:
-        other_cause = ""
-    if other_cause:
+    if moved and step and abs(moved.shift_ns) >= PROCESS_NOISE_RATIO * step.baseline_ns:
+        slowdown = _find_slowdown(moved, timed, before)
+        about_compute.append(_say_compute(moved, slowdown))
+        if slowdown is not None:
+            other_cause = "Communication that slows compute may be the cause, or the machine."
+    has_other_cause = bool(busier or about_compute)
+    if has_other_cause:
         step, exposed = (each and replace(each, ruling=_UNTOLD) for each in (step, exposed))
     peak = _peak(prediction, measured, before)
     quantities = (
@@ -173,7 +174,14 @@ def verify_prediction(
     return Verification(
         prediction=prediction,
         ruling=ruling or Ruling.NOT_COMPARABLE,
-        answer=_answer(prediction, ruling, obstacles, step, quantities, other_cause=other_cause),
+        answer=_answer(
+            prediction,
+            ruling,
+            obstacles,
+            step,
+            quantities,
+            other_cause=other_cause if has_other_cause else "",
+        ),
         obstacles=obstacles,
         plan_differences=differences,
         caveats=(
@@ -297,10 +305,7 @@ def _moved_compute(
 
 
 def _find_slowdown(
-    moved: _Moved | None,
-    step: JudgedTime | None,
-    runs: Sequence[_Measured],
-    baselines: Sequence[_Measured],
+    moved: _Moved, runs: Sequence[_Measured], baselines: Sequence[_Measured]
 ) -> float | None:
     """The slowdown of compute during communication, if it may be what the prediction lacks.
 
@@ -308,9 +313,7 @@ def _find_slowdown(
     more communication than the baseline, or if no clear slowdown was measured.
     """
     hidden, was_hidden = (median([each.hidden_ns for each in side]) for side in (runs, baselines))
-    if moved is None or step is None or moved.paid_ns or (hidden or 0) <= (was_hidden or 0):
-        return None
-    if moved.shift_ns < PROCESS_NOISE_RATIO * step.baseline_ns:
+    if moved.shift_ns < 0 or moved.paid_ns or (hidden or 0) <= (was_hidden or 0):
         return None
     found = [measure_contention(each.source) for each in runs]
     clear = [one.slowdown for one in found if one and one.is_clear and one.slowdown]
@@ -427,16 +430,8 @@ def _peak(
     )
 
 
-def _about_compute(
-    moved: _Moved | None, step: JudgedTime | None, slowdown: float | None
-) -> tuple[str, ...]:
-    """A caveat if compute changed the step by more than the noise."""
-    if (
-        moved is None
-        or step is None
-        or abs(moved.shift_ns) < PROCESS_NOISE_RATIO * step.baseline_ns
-    ):
-        return ()
+def _say_compute(moved: _Moved, slowdown: float | None) -> str:
+    """A caveat: compute changed the step by more than the noise."""
     longer = "more" if moved.change > 0 else "less"
     numbers = f"baseline {format_ns(moved.before_ns)}, run {format_ns(moved.after_ns)}"
     reason = "the plan does not change compute"
@@ -453,7 +448,7 @@ def _about_compute(
         reason = "the plan does not explain the rest"
     return (
         f"Compute takes {format_ratio(abs(moved.change))} {longer} time than in the baseline "
-        f"({numbers}), and {reason}. {cause} Record both again, in turn.",
+        f"({numbers}), and {reason}. {cause} Record both again, in turn."
     )
 
 
