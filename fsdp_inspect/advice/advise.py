@@ -467,7 +467,12 @@ def _say_gain(plan: PlanAdvice) -> str:
         return f"No simulated plan {fits} into {format_bytes(limit)}."
     if not plan.suggestions:
         least = max(WORTH_RATIO, abs(plan.replay_error))
-        return f"Change nothing: no simulated plan saves more than {100 * least:.1f}% of a step."
+        most_ns = (1 - least) * plan.replayed_step_ns
+        faster = [point for point in plan.front if point.step_ns < most_ns]
+        saves = "surely saves" if faster else "saves"
+        if faster and all(_exceeds(point.peak_bytes, limit) for point in faster):
+            saves = f"within {format_bytes(limit)} saves"
+        return f"Change nothing: no simulated plan {saves} more than {100 * least:.1f}% of a step."
     if not plan.recorded_fits:
         return f"The recorded plan exceeds {format_bytes(limit)}. The recommended plan fits."
     gain = plan.stated

@@ -10,6 +10,7 @@ from fsdp_inspect.advice.plan_simulator import (
     PlansToScore,
     Score,
     Slowdown,
+    hidden_ns,
     score_plans,
     workload_key,
 )
@@ -165,6 +166,12 @@ class PlanScorer:
         on_host = self.work.execution is not Execution.STREAM
         parts = split_simulated_step(step, on_host=on_host)
         return parts | {SLOWDOWN: self.score(choice).step_ns - step.duration_ns}
+
+    def hides_more(self, before: Choice, after: Choice) -> bool:
+        """Whether a plan computes longer during communication than another one does."""
+        plans = (self.space.plan_of(choice) for choice in (before, after))
+        hidden = [hidden_ns(self.simulator.simulate_step(plan)) for plan in plans]
+        return hidden[1] > hidden[0]
 
     @cached_property
     def most_saved_ns(self) -> int:

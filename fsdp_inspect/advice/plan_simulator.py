@@ -34,6 +34,9 @@ from fsdp_inspect.trace.run import RunManifest
 # Without one nothing is charged, and the advice states this assumption.
 
 
+_EMULATED = "emulated links take no resources from compute"
+
+
 @dataclass(frozen=True, slots=True)
 class Slowdown:
     """The factor by which compute slows next to communication, with the spread of passes."""
@@ -48,7 +51,7 @@ class Slowdown:
     def of(cls, contention: Contention | None, *, is_emulated: bool) -> "Slowdown":
         """The measured slowdown, or none with the reason."""
         if is_emulated:
-            return cls(reason="emulated links take no resources from compute")
+            return cls(reason=_EMULATED)
         if contention is None or contention.slowdown is None:
             why = contention.reason if contention is not None else None
             return cls(reason=_clause(why or "No timed step exists."))
@@ -61,6 +64,11 @@ class Slowdown:
     def is_measured(self) -> bool:
         """Whether a slowdown was measured, so that hiding is charged."""
         return self.middle > 1
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether a slowdown may exist that the run does not show."""
+        return not self.is_measured and self.reason != _EMULATED
 
     def paid(self, hidden_more_ns: int) -> "Paid":
         """The cost of hiding more than the recorded plan; negative: the gain of hiding less."""

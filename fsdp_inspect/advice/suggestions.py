@@ -373,6 +373,8 @@ class Narrator:
         after = before.take(choice, choice.changed)
         first, second = self._scorer.score(before), self._scorer.score(after)
         added = _difference(second.peak_bytes, first.peak_bytes)
+        if self._scorer.slowdown.is_assumed and self._scorer.hides_more(before, after):
+            yield "Communication may slow the compute that hides it, by an unknown factor."
         if added is None:
             yield self._scorer.work.memory_refusal or _NO_MEMORY
         elif added > 0:

@@ -122,6 +122,8 @@ class Trust:
     """Half of the range of the durations of the typical steps, as a fraction of their mean."""
     num_steps: int = 0
     """The typical steps; in a simulation, those of the most frequent kind."""
+    late_ratio: float = 0.0
+    """In a simulation, the waits for ranks that work longer, as a fraction of the step."""
     num_other_steps: int = 0
     """Steps as typical in time, but with other passes or collectives."""
     host_behind_ratio: float = 0.0
@@ -239,9 +241,27 @@ class Trust:
             raise MissingDataError(
                 f"Changes of run {self.run_id!r} cannot be predicted: the simulation of the "
                 f"recorded step is off by {self.self_check_error:+.1%}. Expected at most "
-                f"{MAX_REPLAY_ERROR:.0%}. Record more steps on a quiet machine. If the error "
-                "stays, the simulation does not support this loop."
+                f"{MAX_REPLAY_ERROR:.0%}. {self._remedies} If the error stays, the simulation does "
+                "not support this loop."
             )
+
+    @property
+    def _remedies(self) -> str:
+        """What the run shows that a mean step does not describe, each with its remedy."""
+        late = (
+            f"The rank waits for ranks that work longer for {format_ratio(self.late_ratio)} of the "
+            "step. `fsdp-inspect show RUN ranks` compares their work."
+        )
+        kinds = f"{self._other_kinds}: record steps of one kind."
+        found = (
+            late if self.late_ratio else None,
+            kinds if self.has_several_kinds else None,
+            f"{self.cores_headline} Record again on free cores."
+            if self.run_delay_ratio > MOST_DIFFERENCE
+            else None,
+        )
+        shown = " ".join(each for each in found if each is not None)
+        return f"Possible reasons: {shown}" if shown else "Record more steps on a quiet machine."
 
     @property
     def memory_margin(self) -> float:
@@ -266,11 +286,15 @@ class Trust:
         return self.num_other_steps > MAX_OTHER_RATIO * total
 
     @property
+    def _other_kinds(self) -> str:
+        total = self.num_steps + self.num_other_steps
+        return f"{self.num_other_steps} of {total} typical steps run other passes or collectives"
+
+    @property
     def prediction_caveats(self) -> tuple[str, ...]:
         """The reasons to doubt every prediction, one sentence each; every surface shows them."""
         kinds = (
-            f"{self.num_other_steps} of {self.num_steps + self.num_other_steps} typical steps run "
-            "other passes or collectives. The prediction describes the most frequent kind, "
+            f"{self._other_kinds}. The prediction describes the most frequent kind, "
             f"{self.num_steps} steps. `fsdp-inspect simulate` predicts each kind."
         )
         spread = (

@@ -1190,7 +1190,8 @@ def predict_buckets(
     plan = work.plan_of(settings)
     replayed = work.simulate(work.recorded)
     error = replayed.step_time_ns / work.step_time_ns - 1
-    trust = replace(work.trust, self_check_error=error)
+    late_ratio = work.late_ns / work.step_time_ns
+    trust = replace(work.trust, self_check_error=error, late_ratio=late_ratio)
     trust.expect_prediction()
     predicted = work.simulate(plan, settings, network)
     steps, gains = [], []

@@ -90,6 +90,7 @@ class _Template:
 
 _NOT_COMPUTE = (ClockPart.REDUCE, ClockPart.BEFORE_PASS, ClockPart.AFTER_PASSES)
 _ENTRY_OF = {ClockPart.GATHER: ClockPart.ENTRY, ClockPart.GATHER_BACKWARD: ClockPart.ENTRY_BACKWARD}
+_HOOKS = (*_ENTRY_OF, *_ENTRY_OF.values())
 
 
 class Execution(StrEnum):
@@ -157,7 +158,8 @@ class RecordedWork:
             MissingDataError: The error is too large to predict a plan.
         """
         error = simulated_ns / self.step_time_ns - 1 if self.step_time_ns else 0.0
-        trust = replace(self.trust, self_check_error=error)
+        late_ratio = self.late_ns / self.step_time_ns if self.step_time_ns else 0.0
+        trust = replace(self.trust, self_check_error=error, late_ratio=late_ratio)
         trust.expect_prediction()
         return trust
 
@@ -581,10 +583,8 @@ class _Builder:
         by_index = {unit.index: unit for unit in run.manifest.units}
         self._units = tuple(by_index[index] for index in used)
         self._position = {index: position for position, index in enumerate(used)}
-        durations = np.array([[each.duration_ns for each in r.stretches] for r in readings])
-        self._stretches = [
-            (stretch, _mean(durations[:, column])) for column, stretch in enumerate(first.stretches)
-        ]
+        alike = zip(*(reading.stretches for reading in readings), strict=True)
+        self._stretches = [_mean_stretch(each) for each in alike]
         self._unpaired = self._find_unpaired()
         self._hooks = {
             part: self._find_hooks(part, gather)
@@ -671,7 +671,7 @@ class _Builder:
         unpaired: set[tuple[ClockPart, int]] = set()
         for number in range(len(self._first_passes)):
             waiting: set[tuple[ClockPart, int]] = set()
-            for stretch, _ in self._of_pass(number):
+            for stretch in self._of_pass(number):
                 entry = _ENTRY_OF.get(stretch.part, stretch.part), stretch.unit
                 if stretch.part not in _ENTRY_OF:
                     waiting.discard(entry)
@@ -687,47 +687,66 @@ class _Builder:
     def _mean_of(self, part: ClockPart, number: int | None = None) -> int:
         """The mean over the stretches of a part, or over those of one pass."""
         return _mean(
-            [ns for stretch, ns in self._stretches
+            [stretch.duration_ns for stretch in self._stretches
              if stretch.part is part and number in (None, stretch.number)]
         )  # fmt: skip
 
     def _find_hooks(self, part: ClockPart, gather: ClockPart) -> dict[int, int]:
         """Hook time of each gathered unit in one part; the median for units without such time.
 
-        Other code in that time makes a pass longer, so the shortest pass counts. Inside a unit with
-        parameters, the time also contains that unit's compute, so at most the median counts as
-        hooks.
+        Other code in that time makes a pass longer, so the shortest pass counts.
         """
         found: dict[int, list[int]] = defaultdict(list)
-        enclosed: set[int] = set()
         for number in range(len(self._first_passes)):
-            for stretch, ns, has_hooks in self._with_hooks(number):
-                if stretch.part is part and has_hooks:
-                    found[stretch.unit].append(ns)
-                    enclosed.update([stretch.unit] if stretch.enclosing >= 0 else [])
+            for stretch, hooks in self._with_hooks(number):
+                if stretch.part is part and hooks is not None:
+                    found[stretch.unit].append(hooks)
         least = {unit: min(each) for unit, each in found.items()}
         typical = median(list(least.values())) or 0
         if part is not gather:
             least |= {unit: 0 for own, unit in self._unpaired if own is part}
-        hooks = {unit.index: least.get(unit.index, typical) for unit in self._units}
-        return {unit: min(ns, typical) if unit in enclosed else ns for unit, ns in hooks.items()}
+        return {unit.index: least.get(unit.index, typical) for unit in self._units}
 
-    def _with_hooks(self, number: int) -> Iterator[tuple[ClockStretch, int, bool]]:
-        """The stretches of a pass, each with whether it contains hooks of an all-gather.
+    @cached_property
+    def _hooks_in_lead_ns(self) -> tuple[int, int]:
+        """The longest hooks in a lead: after an opening or the start of a pass; after a closing.
+
+        A lead may be mostly compute, of a root or of the loss. After an opening, hooks only start:
+        no lead of the step is shorter. After a closing, hooks also free what the unit used. They
+        take about as long as hooks that contain no compute: before a reduction or after a lead.
+        """
+        leads = [
+            stretch.lead_ns
+            for number in range(len(self._first_passes))
+            for stretch, is_start in _with_starts(self._of_pass(number))
+            if is_start and stretch.lead_ns and stretch.part in _HOOKS
+        ]
+        alone: dict[ClockPart, list[int]] = defaultdict(list)
+        for stretch in self._stretches:
+            if stretch.part in (*_ENTRY_OF.values(), ClockPart.REDUCE):
+                alone[stretch.part].append(stretch.duration_ns - stretch.lead_ns)
+        typical = [median(each) or 0 for each in alone.values()]
+        return min(leads, default=0), round(max(typical, default=0))
+
+    def _with_hooks(self, number: int) -> Iterator[tuple[ClockStretch, int | None]]:
+        """The stretches of a pass, each with the hooks of an all-gather in it; None: it has none.
 
         The entry of a unit contains them if the unit was gathered before, in the same pass.
         """
         gathered: set[int] = set()
-        for stretch, ns in self._of_pass(number):
+        for stretch, is_start in _with_starts(self._of_pass(number)):
+            longest = self._hooks_in_lead_ns[0 if is_start else 1]
+            hooks = stretch.duration_ns - max(stretch.lead_ns - longest, 0)
             if stretch.part in _ENTRY_OF:
                 gathered.add(stretch.unit)
-                yield stretch, ns, True
+                yield stretch, hooks
             elif stretch.part in _ENTRY_OF.values():
                 has_hooks = stretch.unit in gathered
+                has_hooks &= (stretch.part, stretch.unit) not in self._unpaired
                 gathered.discard(stretch.unit)
-                yield stretch, ns, has_hooks and (stretch.part, stretch.unit) not in self._unpaired
+                yield stretch, hooks if has_hooks else None
             else:
-                yield stretch, ns, False
+                yield stretch, None
 
     def _program(self) -> tuple[list[Piece], tuple[Pass, ...]]:
         """The pieces of compute, and the passes in which they run."""
@@ -763,10 +782,10 @@ class _Builder:
         read = _Template(is_forward, [], [], [], [])
         slot: _Slot = ("start", -1)
         compute = 0
-        for stretch, ns, has_hooks in self._with_hooks(number):
+        for stretch, most in self._with_hooks(number):
             is_own = stretch.part in (ClockPart.FORWARD, ClockPart.BACKWARD)
-            hooks = self._hooks[stretch.part][stretch.unit] if has_hooks else 0
-            compute += max(ns - hooks, 0)
+            hooks = 0 if most is None else self._hooks[stretch.part][stretch.unit]
+            compute += max(stretch.duration_ns - hooks, 0)
             if stretch.part in _ENTRY_OF:
                 continue
             # Outside of all units: code between two units belongs to the next unit.
@@ -801,24 +820,23 @@ class _Builder:
                     inside.remove(unit)
         return found
 
-    def _of_pass(self, number: int) -> list[tuple[ClockStretch, int]]:
+    def _of_pass(self, number: int) -> list[ClockStretch]:
         """The stretches of compute and hooks of a pass, as means over the passes with equal ones.
 
         Hooks are subtracted from the mean, so that no single pass is below 0.
         """
-        alike = self._alike_passes[number]
-        return [(each[0][0], _mean([ns for _, ns in each])) for each in zip(*alike, strict=True)]
+        return [_mean_stretch(each) for each in zip(*self._alike_passes[number], strict=True)]
 
     @cached_property
-    def _alike_passes(self) -> list[list[list[tuple[ClockStretch, int]]]]:
+    def _alike_passes(self) -> list[list[list[ClockStretch]]]:
         """For each pass, the stretches of the passes with equal tapes and stretches."""
-        of_pass: list[list[tuple[ClockStretch, int]]] = [[] for _ in self._first_passes]
-        for stretch, ns in self._stretches:
+        of_pass: list[list[ClockStretch]] = [[] for _ in self._first_passes]
+        for stretch in self._stretches:
             if stretch.part not in _NOT_COMPUTE:
-                of_pass[stretch.number].append((stretch, ns))
-        groups: dict[object, list[list[tuple[ClockStretch, int]]]] = defaultdict(list)
+                of_pass[stretch.number].append(stretch)
+        groups: dict[object, list[list[ClockStretch]]] = defaultdict(list)
         keys = [
-            (one.tape, one.keeps_graph, tuple((each.part, each.unit) for each, _ in stretches))
+            (one.tape, one.keeps_graph, tuple((each.part, each.unit) for each in stretches))
             for one, stretches in zip(self._first_passes, of_pass, strict=True)
         ]
         for key, stretches in zip(keys, of_pass, strict=True):
@@ -931,7 +949,7 @@ class _Builder:
         backward = events.where(events.phase == Phase.BACKWARD)
         gather = _mean_duration(forward, EventKind.ALL_GATHER)
         gather_backward = _mean_duration(backward, EventKind.ALL_GATHER)
-        reduces = [ns for stretch, ns in self._stretches
+        reduces = [stretch.duration_ns for stretch in self._stretches
                    if stretch.part is ClockPart.REDUCE and stretch.unit == unit.index]  # fmt: skip
         first = gather if gather is not None else gather_backward or 0
         return UnitWork(
@@ -966,6 +984,20 @@ class _Builder:
 def _mean_duration(events: EventTable, kind: EventKind) -> int | None:
     rows = events.where(events.kind == kind)
     return _mean(rows.end_ns - rows.start_ns) if len(rows) else None
+
+
+def _with_starts(stretches: Iterable[ClockStretch]) -> Iterator[tuple[ClockStretch, bool]]:
+    """Each stretch with whether a pass or a unit begins before it, not the end of a unit."""
+    is_start = True
+    for stretch in stretches:
+        yield stretch, is_start
+        is_start = stretch.part in _HOOKS and (is_start or stretch.part not in _ENTRY_OF)
+
+
+def _mean_stretch(alike: Sequence[ClockStretch]) -> ClockStretch:
+    """The mean of equal stretches of several steps or passes."""
+    duration_ns = _mean([each.duration_ns for each in alike])
+    return replace(alike[0], duration_ns=duration_ns, lead_ns=_mean([e.lead_ns for e in alike]))
 
 
 def _mean(values: Sequence[int] | NDArray[np.int64]) -> int:

@@ -10,14 +10,15 @@ before a backward are one pass, because no recorded event divides them. Forwards
 
 [Note: hooks] Between the end of one unit's compute and the start of the next one's, torch runs its
 hooks. This time depends on the communication that the hooks issue: all-gathers of the entered unit
-or of prefetched units (`GATHER`, and `ENTRY` for the rest), and a reduction (`REDUCE`). In a unit
-that encloses others (a root with parameters), it also contains the enclosing unit's own compute;
-`recorded` separates the two.
+or of prefetched units (`GATHER`, and `ENTRY` for the rest), and a reduction (`REDUCE`). It also
+contains compute: that of a unit that encloses others (a root with parameters), or of code outside
+of all units. This compute ends before the first copy, issue or wait of an all-gather, because the
+hooks of one opening run without compute between them. The time before that moment is the lead.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import pairwise
@@ -41,6 +42,11 @@ from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.tables import EventTable, positions_by_value
 
 _ON_CLOCK = (Stream.HOST, Stream.COMPUTE)
+_HOOK_WORK = (
+    EventKind.ALL_GATHER_COPY_IN,
+    EventKind.ALL_GATHER_WAIT,
+    EventKind.ALL_GATHER_COPY_OUT,
+)
 _CLOCK_ERROR_NS = 20_000
 """The largest difference of two times that is no order of events."""
 _WAITS = (*WAIT_OF.values(), EventKind.OTHER_WAIT)
@@ -84,6 +90,8 @@ class ClockStretch:
     number: int
     """The pass, by its position in the step; after all passes: their number."""
     duration_ns: int
+    lead_ns: int = 0
+    """The part of it before the first work of hooks, if known: compute and the start of hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +244,25 @@ class _Place(NamedTuple):
     number: int
     low_ns: int
     high_ns: int
+    works_ns: int = 0
+    """When the hooks first work; the lead ends there."""
 
 
 def _without(taken: Intervals, places: list[_Place]) -> tuple[ClockStretch, ...]:
     """The stretches without the time that is taken."""
+
+    def left(ends: Sequence[int]) -> list[int]:
+        """The time of each place up to an end."""
+        spans = np.maximum(np.subtract(ends, lows), 0)
+        free: list[int] = (spans - taken.covered_ns(lows, ends)).tolist()
+        return free
+
     lows = [place.low_ns for place in places]
-    covered = taken.covered_ns(lows, [place.high_ns for place in places]).tolist()
+    durations = left([place.high_ns for place in places])
+    leads = left([min(max(place.works_ns, place.low_ns), place.high_ns) for place in places])
     return tuple(
-        ClockStretch(*place[:4], max(place.high_ns - place.low_ns, 0) - own)
-        for place, own in zip(places, covered, strict=True)
+        ClockStretch(place.part, place.unit, place.enclosing, place.number, duration, lead)
+        for place, duration, lead in zip(places, durations, leads, strict=True)
     )
 
 
@@ -276,6 +294,8 @@ class _Reader:
         is_host = not np.any(events.stream == Stream.COMPUTE)
         gathers = events.where(self._rows(EventKind.ALL_GATHER) & is_host)
         self._issues = sorted(zip(gathers.issue_ns.tolist(), gathers.unit.tolist(), strict=True))
+        works = (events.unit != NO_UNIT) & np.isin(events.kind, _HOOK_WORK) & is_host
+        self._works = np.sort(np.concatenate([events.start_ns[works], gathers.issue_ns])).tolist()
         reductions = events.where(self._rows(EventKind.REDUCE_SCATTER) & is_host)
         self._reductions = _sorted_by_unit(reductions.unit, reductions.issue_ns)
         backwards = events.where(self._rows(EventKind.BACKWARD))
@@ -382,11 +402,12 @@ class _Reader:
         for boundary in boundaries:
             at, opens, unit = boundary.at_ns, boundary.opens, boundary.unit
             around = inside[-1] if inside else NO_UNIT
+            works = min(_first_from(self._works, now) or at, at)
             if opens:
                 for stretch in self._gathers(gather, around, number, now, at):
-                    yield stretch
+                    yield stretch._replace(works_ns=works)
                     now = stretch.high_ns
-            yield _Place(entry if opens else own, unit, around, number, now, at)
+            yield _Place(entry if opens else own, unit, around, number, now, at, works)
             now = at
             _nest(inside, unit, opens=opens)
             reduced = None if opens or own is ClockPart.FORWARD else self._reduction_start(unit, at)

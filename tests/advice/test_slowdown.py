@@ -7,11 +7,13 @@ import pytest
 from fsdp_inspect.advice.plan_scores import AS_RECORDED, PlanScorer
 from fsdp_inspect.advice.plan_simulator import Paid, Slowdown, hidden_ns
 from fsdp_inspect.advice.plan_space import Choice
+from fsdp_inspect.advice.suggestions import Narrator
 from fsdp_inspect.analysis.contention import Contention
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.simulation.schedule import SimulatedStep, Span
 from fsdp_inspect.trace.codes import EventKind, Phase
 from tests.advice.test_advise import blocks
+from tests.advice.test_findings import evidence_of
 from tests.simulation.test_recorded import MS, as_run
 
 CLEAR = Contention(0, 10, 1.2, 1.1, 1.4, True, None, ())
@@ -68,3 +70,15 @@ def test_a_plan_is_charged_for_what_it_hides_more_and_the_recorded_one_is_not():
     low, high = charged.range_ns(choice)
     assert low <= charged.score(choice).step_ns <= high
     assert high - low >= paid.high_ns - paid.low_ns
+
+
+def test_a_change_that_hides_more_is_a_risk_if_the_slowdown_is_unknown():
+    run = as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.BLOCKING_HOST)
+    unknown = Slowdown.of(replace(CLEAR, slowdown=None, reason="No pass ran."), is_emulated=False)
+    evidence = evidence_of()
+    for slowdown, is_risk in ((unknown, True), (Slowdown(1.2, 1.1, 1.4), False)):
+        narrator = Narrator(PlanScorer(run, slowdown=slowdown), evidence)
+        hiding = narrator.proposal(Choice(async_gathers=True, forward_prefetch=1))
+        waiting = narrator.proposal(Choice(reshard=False))
+        assert any("may slow the compute that hides it" in each for each in hiding.risks) == is_risk
+        assert not any("slow the compute" in each for each in waiting.risks)

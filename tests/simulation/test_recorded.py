@@ -74,17 +74,10 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Workload:
-    """Passes over some of the blocks in any order, with or without a root unit around them.
-
-    Hooks cost the same in all units, because hooks and the root's compute inside a root are not
-    distinguishable.
-    """
-    workload, launch_ns = draw(workloads()), draw(durations)
+    """Passes over some of the blocks in any order, with or without a root unit around them."""
+    workload = draw(workloads())
     num, has_root = len(workload.units), draw(st.booleans())
-    units = [
-        replace(unit, ends_with_backward=False, gather_launch_ns=launch_ns)
-        for unit in workload.units
-    ]
+    units = [replace(unit, ends_with_backward=False) for unit in workload.units]
     passes: list[Pass] = []
     graphs: list[Tape] = []
     for _ in range(draw(st.integers(1, 6))):
@@ -251,6 +244,31 @@ def simple(num: int, **unit: int) -> Workload:
     work = UnitWork(**{"gather_ns": 2 * MS, "reduce_ns": 3 * MS, **unit})
     pieces = [Piece(at, 10 * MS, 20 * MS) for at in range(num)]
     return Workload([work] * num, [UnitPolicy()] * num, pieces, passes_of(tape_of(pieces)))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3])
+@pytest.mark.parametrize("forward_ms", [0, 30])
+def test_the_compute_of_a_root_between_its_blocks_is_no_hook(num_blocks: int, forward_ms: int):
+    """A plan without the blocks would otherwise skip it."""
+    work = UnitWork(
+        gather_ns=MS,
+        reduce_ns=MS,
+        copy_in_ns=MS,
+        copy_out_ns=MS,
+        gather_launch_ns=MS,
+        reduce_launch_ns=MS,
+    )
+    blocks = range(1, num_blocks + 1)
+    pieces = [Piece(0, forward_ms * MS, 40 * MS), *(Piece(at, 10 * MS, 20 * MS) for at in blocks)]
+    inside = tuple(entry for at in blocks for entry in (*_whole(at, at), (Op.RUN, 0)))
+    tape = ((Op.ENTER, 0), *inside, (Op.LEAVE, 0))
+    workload = Workload([work] * len(pieces), [UnitPolicy()] * len(pieces), pieces, passes_of(tape))
+    found = measure_work(as_run(workload, Execution.BLOCKING_HOST)).workload
+    # After the end of a unit, a part of the compute as long as usual hooks may be hooks.
+    backward = sum(piece.backward_ns for piece in found.pieces)
+    assert backward == pytest.approx(num_blocks * 60 * MS, abs=num_blocks * MS)
+    forward = sum(piece.forward_ns for piece in found.pieces)
+    assert forward == pytest.approx(num_blocks * (10 + forward_ms) * MS, abs=num_blocks * MS)
 
 
 def test_the_work_of_each_unit_is_found_again():

@@ -52,6 +52,23 @@ def two_kinds() -> RunSource:
     return replace(run, event_tables={0: events.where(~is_skipped)})
 
 
+def test_a_failed_self_check_names_what_the_run_shows() -> None:
+    def refusal(run: RunSource, **fields: int) -> str:
+        work = measure_work(run)
+        off = replace(work, step_time_ns=round(1.6 * work.step_time_ns), **fields)
+        with pytest.raises(MissingDataError) as refused:
+            PlanScorer(run, work=off)
+        return str(refused.value)
+
+    run = as_run(simple(2), Execution.BLOCKING_HOST)
+    assert "Expected at most 5%. Record more steps on a quiet machine." in refusal(run)
+    late = refusal(run, late_ns=measure_work(run).step_time_ns // 5)
+    assert "Possible reasons: The rank waits for ranks that work longer for 12.5% of" in late
+    kinds = refusal(two_kinds())
+    assert "typical steps run other passes or collectives: record steps of one kind." in kinds
+    assert "quiet machine" not in late + kinds
+
+
 def test_the_most_frequent_kind_of_step_is_simulated_and_the_others_are_a_caveat() -> None:
     run = two_kinds()
     work = measure_work(run)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
+from fsdp_inspect.analysis.contention import measure_contention
 from fsdp_inspect.analysis.provenance import measure_provenance
 from fsdp_inspect.analysis.step_times import measure_overlap
 from fsdp_inspect.analysis.trust import RunDelay, find_run_delay_difference, measure_trust
@@ -151,7 +152,14 @@ def verify_prediction(
     moved = _moved_compute(prediction, timed, before)
     busier = _busier(timed, before)
     step, exposed = _judge_times(prediction, timed, before, moved)
-    has_other_cause = bool(busier or _about_compute(moved, step))
+    about_compute = list[str]()
+    other_cause = "The machine may have changed the times, not the plan."
+    if moved and step and abs(moved.shift_ns) >= PROCESS_NOISE_RATIO * step.baseline_ns:
+        slowdown = _find_slowdown(moved, timed, before)
+        about_compute.append(_say_compute(moved, slowdown))
+        if slowdown is not None:
+            other_cause = "Communication that slows compute may be the cause, or the machine."
+    has_other_cause = bool(busier or about_compute)
     if has_other_cause:
         step, exposed = (each and replace(each, ruling=_UNTOLD) for each in (step, exposed))
     peak = _peak(prediction, measured, before)
@@ -167,14 +175,19 @@ def verify_prediction(
         prediction=prediction,
         ruling=ruling or Ruling.NOT_COMPARABLE,
         answer=_answer(
-            prediction, ruling, obstacles, step, quantities, has_other_cause=has_other_cause
+            prediction,
+            ruling,
+            obstacles,
+            step,
+            quantities,
+            other_cause=other_cause if has_other_cause else "",
         ),
         obstacles=obstacles,
         plan_differences=differences,
         caveats=(
             *find_prediction_caveats(prediction, runs, baselines),
             *busier,
-            *_about_compute(moved, step),
+            *about_compute,
             *_about_memory(prediction, peak),
         ),
         source=runs[0].manifest.source,
@@ -207,6 +220,8 @@ class _Measured:
     run_id: str
     step_ns: int | None
     exposed_ns: int | None
+    hidden_ns: int
+    """Communication during which the rank does not wait; 0: none, or unknown."""
     compute_ns: int | None
     """Forward and backward of the typical step."""
     host_ns: int | None
@@ -228,6 +243,7 @@ def _measure(run: RunSource, prediction: Prediction) -> _Measured:
         run_id=run.manifest.run_id,
         step_ns=middle.step_time_ns if middle else None,
         exposed_ns=middle.exposed_ns if middle else None,
+        hidden_ns=middle.communication_ns - middle.exposed_ns if middle else 0,
         compute_ns=sum(step.duration_ns(part) for part in _COMPUTE) if step else None,
         host_ns=sum(step.duration_ns(part) for part in _BESIDE_COMPUTE) if step else None,
         run_delay=measure_trust(run).run_delay,
@@ -286,6 +302,22 @@ def _moved_compute(
     step_ns = median(steps) or prediction.recorded_step_ns
     paid_ns = round(prediction.paid_ns * step_ns / prediction.replayed_step_ns)
     return _Moved(before, after, paid_ns)
+
+
+def _find_slowdown(
+    moved: _Moved, runs: Sequence[_Measured], baselines: Sequence[_Measured]
+) -> float | None:
+    """The slowdown of compute during communication, if it may be what the prediction lacks.
+
+    None if compute does not take longer, if the prediction contains a slowdown, if the runs hide no
+    more communication than the baseline, or if no clear slowdown was measured.
+    """
+    hidden, was_hidden = (median([each.hidden_ns for each in side]) for side in (runs, baselines))
+    if moved.shift_ns < 0 or moved.paid_ns or (hidden or 0) <= (was_hidden or 0):
+        return None
+    found = [measure_contention(each.source) for each in runs]
+    clear = [one.slowdown for one in found if one and one.is_clear and one.slowdown]
+    return min((each for each in clear if each > 1), default=None)
 
 
 def _busier(runs: Sequence[_Measured], baselines: Sequence[_Measured]) -> tuple[str, ...]:
@@ -398,22 +430,25 @@ def _peak(
     )
 
 
-def _about_compute(moved: _Moved | None, step: JudgedTime | None) -> tuple[str, ...]:
-    """A caveat if the machine changed the step by more than the noise."""
-    if moved is None or step is None:
-        return ()
-    if abs(moved.shift_ns) < PROCESS_NOISE_RATIO * step.baseline_ns:
-        return ()
+def _say_compute(moved: _Moved, slowdown: float | None) -> str:
+    """A caveat: compute changed the step by more than the noise."""
     longer = "more" if moved.change > 0 else "less"
     numbers = f"baseline {format_ns(moved.before_ns)}, run {format_ns(moved.after_ns)}"
     reason = "the plan does not change compute"
+    cause = "The machine was probably busier in one of them."
+    if slowdown is not None:
+        reason = "the prediction assumes equal compute"
+        cause = (
+            f"In the run, compute takes {slowdown:.2f} times as long during communication, and "
+            "more communication is hidden than in the baseline. This is a possible cause. A busier "
+            "machine is another one."
+        )
     if moved.paid_ns:
         numbers = f"{numbers}, including {format_ns(moved.paid_ns)} for hiding communication"
         reason = "the plan does not explain the rest"
     return (
         f"Compute takes {format_ratio(abs(moved.change))} {longer} time than in the baseline "
-        f"({numbers}), and {reason}. The machine was probably busier in one of them. Record both "
-        "again, in turn.",
+        f"({numbers}), and {reason}. {cause} Record both again, in turn."
     )
 
 
@@ -468,7 +503,7 @@ def _answer(
     step: JudgedTime | None,
     quantities: Sequence[Quantity],
     *,
-    has_other_cause: bool,
+    other_cause: str,
 ) -> str:
     if ruling is None or step is None:
         return f"Cannot be judged: {obstacles[0] if obstacles else 'no step is timed.'}"
@@ -483,8 +518,8 @@ def _answer(
             f"; peak {format_bytes(peak.predicted.value)} predicted, "
             f"{format_bytes(peak.measured)} measured"
         )
-    if ruling is Ruling.CANNOT_BE_TOLD and has_other_cause:
-        return f"Cannot tell: {numbers}. The machine may have changed the times, not the plan."
+    if ruling is Ruling.CANNOT_BE_TOLD and other_cause:
+        return f"Cannot tell: {numbers}. {other_cause}"
     beginning = {
         Ruling.HELD: "Held",
         Ruling.DID_NOT_HOLD: "Did not hold",

@@ -57,6 +57,31 @@ def test_a_busier_machine_is_told_from_a_wrong_prediction():
     assert busy.answer.startswith("Cannot tell: predicted ")
 
 
+@pytest.mark.parametrize(("beside", "rest"), [(20, 50), (40, 30)])
+def test_compute_that_communication_slows_is_not_blamed_on_the_machine_alone(
+    beside: int, rest: int
+):
+    """20 ms of work run beside a gather, and equal work alone; both runs compute for 90 ms."""
+    builder = RunBuilder(UNITS, run_id="after", plan=PLAN)
+    rank = builder.rank(0)
+    for number in range(6):
+        begin = number * 90 * MS
+        gathered, turn, end = (begin + at * MS for at in (beside, beside + 20, beside + 20 + rest))
+        rank.step(number, begin, end)
+        rank.all_gather("layers.0", begin, gathered)
+        rank.forward("layers.0", begin, gathered)
+        rank.forward("layers.1", gathered, turn)
+        rank.backward("layers.1", turn, end)
+    found = verified(builder.build())
+    is_slowed = beside > 20
+    said = found.caveats[0]
+    assert said.startswith("Compute takes 28.6% more time")
+    assert ("takes 2.00 times as long during communication" in said) == is_slowed
+    assert ("probably busier" in said) == (not is_slowed)
+    assert ("Communication that slows compute may be the cause" in found.answer) == is_slowed
+    assert found.ruling is Ruling.CANNOT_BE_TOLD
+
+
 def test_a_plan_that_changes_compute_has_no_such_excuse():
     wrong = verified(run_of("after", compute=91, waiting=10), changes=["checkpointing"])
     assert (wrong.ruling, wrong.compute_change) == (Ruling.DID_NOT_HOLD, None)
