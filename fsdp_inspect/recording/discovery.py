@@ -8,7 +8,8 @@ module that they wrap, which the discovery sees too. For DeepSpeed it wraps the 
 engine. After that, a global forward pre-hook checks each called module, until one contains units,
 has trainable parameters and runs with gradients. The hook runs before that module's own hooks, so
 the recorder is attached before the first unit is unsharded and before torch.compile traces
-anything. Then the hook is removed. The found model is the outermost called module, which may itself
+anything. A call of a module that is compiled in place reaches no such hook, so `nn.Module.__call__`
+checks it. Then both are removed. The found model is the outermost called module, which may itself
 be unsharded.
 
 Other models with units that exist at that moment, such as a critic or a teacher, are part of the
@@ -150,6 +151,15 @@ class Discovery:
         handle = register_module_forward_pre_hook(self._look)
         self._search_patches.on_undo(handle.remove)
         self._search_patches.on_undo(_without_torch_compile_warning())
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # Inside a module that is compiled in place, torch.compile traces the hook.
+            if vars(module).get("_compiled_call_impl") is not None:
+                self._look(module, args)
+            return original(module, *args, **kwargs)
+
+        self._search_patches.set_attribute(nn.Module, "__call__", functools.wraps(original)(call))
 
     def _look(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_sharded(module):

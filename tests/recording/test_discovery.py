@@ -82,6 +82,7 @@ def traces_of_us() -> dict[str, Any]:
         "registration": dict(torch_module._global_module_registration_hooks),
         "subclass": vars(FSDPModule).get("__init_subclass__"),
         "lazy_init": FSDPParamGroup.lazy_init,
+        "call": nn.Module.__call__,
         "filters": list(warnings.filters),
     }
 
@@ -259,7 +260,9 @@ def test_a_model_that_never_trains_is_told_when_a_recording_begins(launched: Lau
 # --- torch.compile
 
 
-def compile_and_train(model: nn.Module, *, evaluate_first: bool) -> tuple[nn.Module, int]:
+def compile_and_train(
+    model: nn.Module, *, evaluate_first: bool, in_place: bool = False
+) -> tuple[nn.Module, int]:
     """The compiled model, and its number of graphs."""
     graphs: list[torch.fx.GraphModule] = []
 
@@ -268,7 +271,9 @@ def compile_and_train(model: nn.Module, *, evaluate_first: bool) -> tuple[nn.Mod
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend)
+    if in_place:
+        model.compile(backend=backend)
+    compiled = model if in_place else torch.compile(model, backend=backend)
     if evaluate_first:
         with torch.no_grad():
             compiled(torch.ones(2, 4))
@@ -276,15 +281,19 @@ def compile_and_train(model: nn.Module, *, evaluate_first: bool) -> tuple[nn.Mod
     return compiled, len(graphs)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("evaluate_first", mark_slow([False, True], but=[True]))
 def test_a_compiled_model_is_found_without_a_warning_and_without_more_graphs(
-    tmp_path: Path, evaluate_first: bool
+    tmp_path: Path, evaluate_first: bool, in_place: bool
 ) -> None:
-    graphs = compile_and_train(make_sharded(), evaluate_first=evaluate_first)[1]
+    how = {"evaluate_first": evaluate_first, "in_place": in_place}
+    graphs = compile_and_train(make_sharded(), **how)[1]
     torch._dynamo.reset()  # its caches hold the model, which would be another model
+    call = nn.Module.__call__
     launched = Launched(tmp_path / "run")
 
-    compiled, graphs_launched = compile_and_train(make_sharded(), evaluate_first=evaluate_first)
+    compiled, graphs_launched = compile_and_train(make_sharded(), **how)
+    assert nn.Module.__call__ is call
     launched.discovery.finish(None)
 
     assert launched.models == [compiled]
