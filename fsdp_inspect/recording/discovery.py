@@ -9,8 +9,9 @@ engine. After that, a global forward pre-hook checks each called module, until o
 has trainable parameters and runs with gradients. The hook runs before that module's own hooks, so
 the recorder is attached before the first unit is unsharded and before torch.compile traces
 anything. A call of a module that is compiled in place reaches no such hook, so `nn.Module.__call__`
-checks it. Then both are removed. The found model is the outermost called module, which may itself
-be unsharded.
+checks it. A function that calls the model may be compiled: before its first compilation, the
+outermost module with units is taken. Then all of these are removed. The found model is the
+outermost called module, which may itself be unsharded.
 
 Other models with units that exist at that moment, such as a critic or a teacher, are part of the
 recording. A model that is made later is not recorded, and the recording notes it.
@@ -41,6 +42,7 @@ from fsdp_inspect.recording.models import Models, class_name_of, name_models
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.process_life import note_process
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
+from fsdp_inspect.recording.torch_api.autograd import COMPILE_CALLBACKS
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.recorder import Recorder
@@ -160,6 +162,32 @@ class Discovery:
             return original(module, *args, **kwargs)
 
         self._search_patches.set_attribute(nn.Module, "__call__", functools.wraps(original)(call))
+        self._search_patches.on_undo(call_after_import(COMPILE_CALLBACKS, self._await_compile))
+
+    def _await_compile(self) -> None:
+        handler = getattr(sys.modules[COMPILE_CALLBACKS], "callback_handler", None)
+        if not hasattr(handler, "register_start_callback"):  # an older torch
+            return
+        handler.register_start_callback(self._look_before_compile)
+
+        def stop() -> None:
+            with contextlib.suppress(ValueError):
+                handler.remove_start_callback(self._look_before_compile)
+
+        self._search_patches.on_undo(stop)
+
+    def _look_before_compile(self, _: object) -> None:
+        """Find a model in a function that is compiled: its own call is not seen."""
+        if not torch.is_grad_enabled():
+            return
+        modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        inner = {id(part) for each in modules for part in each.children()}
+        for module in modules:
+            is_trained = any(part.requires_grad for part in module.parameters())
+            if id(module) not in inner and is_trained and self._is_sharded(module):
+                self._search_patches.undo()
+                self._attach(module, is_called=False)
+                return
 
     def _look(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_sharded(module):
@@ -181,8 +209,11 @@ class Discovery:
 
     # --- found
 
-    def _attach(self, model: nn.Module) -> None:
-        """Open the recording; the script continues after any error."""
+    def _attach(self, model: nn.Module, *, is_called: bool = True) -> None:
+        """Open the recording; the script continues after any error.
+
+        `is_called`: whether the model runs already.
+        """
         try:
             if _is_recorded_already(model):
                 self._refuse(RECORDS_ITSELF)
@@ -192,7 +223,8 @@ class Discovery:
                 named = name_models([model, *others])
                 model = Models(dict(zip(named, [model, *others], strict=True)))
             self.recorder = self._record(model)
-            self.recorder.join_forward()  # torch has read the model's own `forward` already
+            if is_called:  # torch has read the model's own `forward` already
+                self.recorder.join_forward()
             self._watch_for_another(model)
         except FsdpInspectError as error:
             self._refuse(str(error))
