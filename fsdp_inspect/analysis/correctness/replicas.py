@@ -122,7 +122,7 @@ def _rates_differ(observed: Observed) -> TrainingFault | None:
 def _rates_of(seen: TrainingSeen) -> dict[int, float]:
     """The learning rates of the first, the sampled and the last updates, by step."""
     sampled = {each.step: each.rate for each in seen.updates}
-    return sampled if seen.late is None else seen.late.rates | sampled
+    return sampled if seen.late is None else sampled | seen.late.rates
 
 
 def _buffers_differ(observed: Observed) -> Iterator[TrainingFault]:
