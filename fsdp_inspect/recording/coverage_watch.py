@@ -98,9 +98,10 @@ class CoverageWatch:
                 missing.append(each)
                 names.append(name)
         self.seen = CoverageSeen(
-            num_updates=self.seen.num_updates + 1,
+            # Of later updates, only the first one of an optimizer is seen.
+            num_updates=self.seen.num_updates + (not (is_late and begins_again)),
             num_repeated=self.seen.num_repeated + (repeated > 0),
-            num_without_state=self.seen.num_without_state + begins_again,
+            num_without_state=self.seen.num_without_state + (begins_again and not is_late),
             missing=names[:_NAMES],
             num_missing=len(missing),
             missing_values=sum(each.numel() for each in missing),

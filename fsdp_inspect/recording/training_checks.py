@@ -156,7 +156,7 @@ class TrainingChecks:
         """Look at what may have changed since the first steps."""
         self._stale.look_at_frozen()
         if self._samples is not None and not self._has_failed:
-            self._samples.look_again()
+            call_unseen(self._samples.look_again)
         self._has_news = True
 
     # --- the optimizer

@@ -105,6 +105,7 @@ class WithDropout(nn.Sequential):
 
 def train_longer(folder: Path, model: nn.Module, after_update: Callable[[int], None]) -> None:
     """Three passes over the batches."""
+    torch.manual_seed(dist.get_rank())
     optimizer = adam(model)
     with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
         for number, batch in enumerate(batch for _ in range(3) for batch in batches()):

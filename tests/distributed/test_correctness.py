@@ -79,6 +79,7 @@ QUICK = (
     *("cleared-between", "not-divided", "scheduled-too-often", "stale-optimizer", "same-batches"),
     *("token-means", "root-not-sharded", "no-sync-left-on", "replicas-of-other-seeds"),
     *("clipped-by-local-norms", "rounded-away", "old-teacher", "evaluation-left-on"),
+    *("cleared-at-first", "steps-before-backward", "rate-ends-early", "same-batches-later"),
 )
 """A mistake for each check."""
 READ = {
