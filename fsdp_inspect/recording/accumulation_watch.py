@@ -1,8 +1,9 @@
-"""Watch between the updates of the first steps how gradients are accumulated and cleared."""
+"""Watch between updates how gradients are accumulated and cleared: the first, and then some."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -12,7 +13,7 @@ from torch import nn
 from fsdp_inspect.recording.tensors import local_part, strided_parts
 from fsdp_inspect.recording.torch_api.autograd import versions_of
 from fsdp_inspect.recording.torch_api.dispatch import storage_key
-from fsdp_inspect.trace.correctness import RoundSeen, WindowSeen, WindowsSeen
+from fsdp_inspect.trace.correctness import RoundSeen, StreakSeen, WindowSeen, WindowsSeen
 
 _PARAMETERS = 8
 _VALUES = 8
@@ -21,6 +22,11 @@ _OPTIMIZERS = 4
 _USUAL = 4
 """The count of usual updates is stored until this number, and with each short one."""
 _SHORT = 8
+_COUNTED = 8
+_LATER = 3
+"""After the first updates, one in so many of these parameters is looked at."""
+_EVERY = 5
+"""Of the later updates, one in so many is looked at: this number meets each of 4 optimizers."""
 
 Mark = tuple[object, ...] | None
 """The storage, the versions and the first values of a gradient; None: there is none."""
@@ -43,6 +49,10 @@ class _Round:
     is_kept: bool = False
     is_blind: bool = False
     """Whether a look could not read values, so that zeros were not seen."""
+    num_seen: int = 0
+    """Backwards of any parameters."""
+    is_stale: bool = False
+    """Whether the last of them found gradients of the update before, and left them."""
     rates: list[float] = field(default_factory=list)
 
 
@@ -51,6 +61,12 @@ class AccumulationWatch:
 
     def __init__(self) -> None:
         self.rounds: list[RoundSeen] = []
+        self.kept = self.unused = StreakSeen()
+        """See `LateSeen`."""
+        self._chosen: WeakKeyDictionary[torch.optim.Optimizer, list[nn.Parameter]] = (
+            WeakKeyDictionary()
+        )
+        self._num_updates = 0
         self._open: WeakKeyDictionary[torch.optim.Optimizer, _Round] = WeakKeyDictionary()
         self._num_batches = 0
         self._loaders: set[int] = set()
@@ -79,6 +95,8 @@ class AccumulationWatch:
                 continue
             marks = [mark_of(parameter.grad) for parameter in own.parameters]
             is_touched = marks != own.before
+            own.num_seen += 1
+            own.is_stale = not is_touched and any(marks) and marks == own.marks
             if is_touched or len(self._open) == 1:
                 rate = optimizer.param_groups[0].get("lr")
                 own.rates += [float(rate)] if isinstance(rate, int | float) else []
@@ -98,41 +116,97 @@ class AccumulationWatch:
         own.marks, own.versions = marks, versions
 
     @torch.no_grad()
-    def after_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Close the round of an optimizer, and open its next one."""
+    def after_update(self, optimizer: torch.optim.Optimizer, step: int, *, is_early: bool) -> None:
+        """Close the round of an optimizer, and open its next one.
+
+        `is_early`: whether the step is one of the first.
+        """
         if self._is_over:
             return
         own = self._open.pop(optimizer, None)
         if own is not None and not own.is_blind:
-            self.rounds.append(
-                RoundSeen(
-                    step=step,
-                    num_backwards=own.num_backwards,
-                    num_batches=self._num_batches,
-                    num_loaders=len(self._loaders),
-                    num_cleared=own.num_cleared,
-                    num_moved=own.num_moved,
-                    is_kept=own.is_kept,
-                    num_rates=len(set(own.rates)),
-                    num_passes=len(own.rates),
-                )
-            )
+            if is_early and len(self.rounds) < _UPDATES:
+                self.rounds.append(self._describe(own, step))
+            is_stale = own.is_stale and not own.num_backwards
+            is_unused = is_stale or next(_with_gradient(optimizer), None) is None
+            if own.num_seen and any(each.requires_grad for each in own.parameters):
+                is_kept = own.num_backwards > 0 and own.is_kept and not own.num_cleared
+                self.kept = extend(self.kept, is_kept, step)
+                self.unused = extend(self.unused, is_unused, step)
         self._num_batches = 0
         self._loaders.clear()
-        if len(self.rounds) >= _UPDATES or len(self._open) >= _OPTIMIZERS:
+        if len(self._open) >= _OPTIMIZERS:
             self._is_over = True
             self._open.clear()
             return
-        held = [
-            each
-            for group in optimizer.param_groups
-            for each in group["params"]
-            if each.grad is not None
-        ]
-        chosen = held[:: max(len(held) // _PARAMETERS, 1)][:_PARAMETERS]
+        self._num_updates += 1
+        is_early = is_early and len(self.rounds) < _UPDATES
+        if not is_early and self._num_updates % _EVERY:
+            return
+        chosen = self._chosen.get(optimizer, [])[::_LATER]
+        if is_early or not chosen:
+            held = [*_with_gradient(optimizer)]
+            chosen = held[:: max(len(held) // _PARAMETERS, 1)][:_PARAMETERS]
+            self._chosen[optimizer] = chosen
         if chosen:
             marks = [mark_of(each.grad) for each in chosen]
             self._open[optimizer] = _Round(chosen, marks, [versions_of(each) for each in chosen])
+
+    def _describe(self, own: _Round, step: int) -> RoundSeen:
+        return RoundSeen(
+            step=step,
+            num_backwards=own.num_backwards,
+            num_batches=self._num_batches,
+            num_loaders=len(self._loaders),
+            num_cleared=own.num_cleared,
+            num_moved=own.num_moved,
+            is_kept=own.is_kept,
+            num_rates=len(set(own.rates)),
+            num_passes=len(own.rates),
+        )
+
+
+def _with_gradient(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from (each for each in group["params"] if each.grad is not None)
+
+
+def extend(seen: StreakSeen, is_one: bool, step: int) -> StreakSeen:
+    """The streak after another update."""
+    if is_one:
+        since = step if seen.since is None else seen.since
+        return StreakSeen(since=since, number=seen.number + 1, num_before=seen.num_before)
+    if seen.since is None and seen.num_before >= _COUNTED:
+        return seen
+    return StreakSeen(num_before=min(seen.num_before + seen.number + 1, _COUNTED))
+
+
+class RateWatch:
+    """The learning rates of updates, as far as the host knows them."""
+
+    def __init__(self) -> None:
+        self.idle = StreakSeen()
+        self.last: dict[int, float] = {}
+        """The largest one in each of the last steps."""
+
+    def note_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Note the rates of an update."""
+        rates = [rate_on_host(group.get("lr")) for group in optimizer.param_groups]
+        known = [each for each in rates if each is not None]
+        self.idle = extend(self.idle, len(known) == len(rates) and not any(known), step)
+        if known:
+            self.last[step] = max(known)
+            if len(self.last) > _COUNTED:
+                del self.last[next(iter(self.last))]
+
+
+def rate_on_host(rate: object) -> float | None:
+    """A finite learning rate; None: it is another one, or on a device."""
+    is_known = isinstance(rate, int | float)
+    if isinstance(rate, torch.Tensor):
+        is_known = rate.device.type == "cpu"
+    number = float(rate) if is_known else math.nan  # type: ignore[arg-type]
+    return number if math.isfinite(number) else None
 
 
 class WindowWatch:

@@ -45,6 +45,13 @@ class BatchWatch:
         """The random state before the first forward since then."""
         self._has_begun = False
         self._num_batches = 0
+        self._pending: int | None = None
+        """The pass of a batch whose digest is kept, since the last backward."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next inputs of the model are worth reading after the first steps."""
+        return self._pending is not None
 
     def note_batch(self, batch: Any, iterator: Any, *, is_early: bool) -> bool:
         """Note a batch of a loader's iterator; returns whether something new was seen.
@@ -65,6 +72,7 @@ class BatchWatch:
             self._last = digest
         if begins and index is not None:
             self.passes[index].digests.append(digest or 0)
+            self._pending = index
         return begins
 
     def note_end(self, iterator: Any) -> None:
@@ -102,7 +110,9 @@ class BatchWatch:
 
     def forget(self) -> None:
         """Forget the batch and the inputs: a backward used them."""
-        self._last = self._inputs = self._state = None
+        if self._pending is not None:
+            self.passes[self._pending].inputs.append(self._inputs or 0)
+        self._last = self._inputs = self._state = self._pending = None
         self._has_begun = False
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from types import CodeType
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +76,7 @@ class CoverageWatch:
         self._held |= {id(each) for each in own}
         # The model of a unit that stays unsharded has other parameters than the optimizer.
         self._with_gradient |= {id(each) for each in own if each.grad is not None}
-        repeated = sum(
+        repeated = _reads_gradients(type(optimizer)) and sum(
             each.grad is not None and self._used[id(each)] == version_of(each.grad)
             for each in own
             if id(each) in self._used
@@ -96,9 +98,10 @@ class CoverageWatch:
                 missing.append(each)
                 names.append(name)
         self.seen = CoverageSeen(
-            num_updates=self.seen.num_updates + 1,
+            # Of later updates, only the first one of an optimizer is seen.
+            num_updates=self.seen.num_updates + (not (is_late and begins_again)),
             num_repeated=self.seen.num_repeated + (repeated > 0),
-            num_without_state=self.seen.num_without_state + begins_again,
+            num_without_state=self.seen.num_without_state + (begins_again and not is_late),
             missing=names[:_NAMES],
             num_missing=len(missing),
             missing_values=sum(each.numel() for each in missing),
@@ -110,7 +113,7 @@ class CoverageWatch:
         """Note the gradients that an update has used, and whether it left state."""
         if _has_state(optimizer):
             self._with_state.add(_tensors_of(optimizer))
-        if self._has_closure:
+        if self._has_closure or not _reads_gradients(type(optimizer)):
             return
         self._used |= {
             id(each): version_of(each.grad)
@@ -135,6 +138,25 @@ class CoverageWatch:
                 if is_held and not self._with_gradient & set(trained):
                     found.append(index)
         return found
+
+
+def _reads_gradients(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether a method of a class of optimizers, except `zero_grad`, has the name `grad`.
+
+    A proximal step, a decay or a projection may be one without it.
+    """
+    own = kind.__mro__[: kind.__mro__.index(torch.optim.Optimizer)]
+    codes: list[CodeType] = [
+        inspect.unwrap(each).__code__
+        for base in own
+        for name, each in vars(base).items()
+        if inspect.isfunction(each) and name != "zero_grad"
+    ]
+    for code in codes:
+        if "grad" in code.co_names:
+            return True
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return not codes
 
 
 def _count_tensors(optimizer: torch.optim.Optimizer) -> int:

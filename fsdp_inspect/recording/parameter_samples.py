@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_inspect.recording.accumulation_watch import rate_on_host
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.late_values import LateValues
 from fsdp_inspect.recording.tensors import local_part
@@ -77,12 +78,16 @@ class ParameterSamples:
         self._places = places
         self._chosen: list[nn.Parameter] = []
         self._buffers: list[tuple[str, torch.Tensor]] = []
+        self._changed: set[str] = set()
+        """The buffers that have changed."""
         self.parameters: list[ParameterSeen] = []
         self.updates: list[UpdateSeen] = []
         self.buffers: list[BufferSeen] = []
         self.backward_place = ""
         self.num_noted = 0
         """The updates that were noted."""
+        self.last_digests: list[int] = []
+        """See `LateSeen.digests`."""
         self._num_updates = 0
         self._last: list[torch.Tensor | None] = []
         """The gradients after the last backward, as far as they have arrived."""
@@ -120,7 +125,7 @@ class ParameterSamples:
         if not self._chosen:
             return
         self._num_updates += 1
-        if self._num_updates in (1, 1 + _LATER):
+        if self._num_updates in (1, 1 + _LATER) or self._num_updates > _UPDATES:
             self._see_buffers(is_first=self._num_updates == 1)
         step, chosen = self._session.step, {id(each) for each in self._chosen}
         rate = _rate_of(optimizer, chosen)
@@ -150,6 +155,16 @@ class ParameterSamples:
         if not any(each.keeps_copy for each in self.parameters):
             self._note_copies(optimizer)
         self._read(self._chosen, finish)
+
+    def look_again(self) -> None:
+        """Sample the values at the end."""
+
+        def keep(values: list[torch.Tensor | None]) -> None:
+            self.last_digests = [0 if each is None else _digest(each) for each in values]
+
+        if self._num_updates > _LATER:
+            self._see_buffers(is_first=False)
+        self._read(self._chosen, keep)
 
     # --- the choice
 
@@ -215,10 +230,11 @@ class ParameterSamples:
                     for name, digest in zip(names, digests, strict=True)
                 ]
                 return
-            self.buffers = [
-                each.model_copy(update={"is_constant": each.digest == digest != 0})
-                for each, digest in zip(self.buffers, digests, strict=True)
-            ]
+            for at, (each, digest) in enumerate(zip(self.buffers, digests, strict=True)):
+                if each.digest != digest or not digest:
+                    self._changed.add(each.name)
+                known = {"is_constant": each.name not in self._changed}
+                self.buffers[at] = each.model_copy(update=known)
 
         if self._buffers:
             self._read([each for _, each in self._buffers], keep)
@@ -321,13 +337,8 @@ def _rate_of(optimizer: torch.optim.Optimizer, chosen: set[int]) -> float:
         for group in optimizer.param_groups
         if any(id(each) in chosen for each in group["params"])
     ]
-    known = [
-        float(rate)
-        for rate in rates
-        if isinstance(rate, int | float)
-        or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
-    ]
-    return max((rate for rate in known if math.isfinite(rate)), default=0.0)
+    known = [rate_on_host(rate) for rate in rates]
+    return max((rate for rate in known if rate is not None), default=0.0)
 
 
 def _norm(values: torch.Tensor | None) -> float | None:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fsdp_inspect.recording.accumulation_watch import AccumulationWatch, WindowWatch
+from fsdp_inspect.recording.accumulation_watch import AccumulationWatch, RateWatch, WindowWatch
 from fsdp_inspect.recording.batch_watch import BatchWatch, is_plain
 from fsdp_inspect.recording.clip_watch import ClipWatch
 from fsdp_inspect.recording.code_places import find_calling_line
@@ -31,7 +31,7 @@ from fsdp_inspect.recording.stale_watch import StaleWatch
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
 from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.recording.value_watch import Recording, ValueWatch
-from fsdp_inspect.trace.correctness import LossSeen, OptimizerSeen, TrainingSeen
+from fsdp_inspect.trace.correctness import LateSeen, LossSeen, OptimizerSeen, TrainingSeen
 
 _STEPS = 8
 _OPTIMIZERS = 16
@@ -84,6 +84,7 @@ class TrainingChecks:
         self._accumulation = AccumulationWatch()
         self._seen = TrainingSeen()
         self._windows = WindowWatch()
+        self._rates = RateWatch()
         self._modes = ModeWatch(model)
         self._clips = ClipWatch(self._quietly)
         self._batches = BatchWatch()
@@ -106,6 +107,13 @@ class TrainingChecks:
             "optimizers": list(self._optimizers.values()),
             "rounds": list(self._accumulation.rounds),
             "windows": self._windows.seen,
+            "late": LateSeen(
+                kept=self._accumulation.kept,
+                unused=self._accumulation.unused,
+                idle=self._rates.idle,
+                rates=dict(self._rates.last),
+                digests=[] if self._samples is None else self._samples.last_digests,
+            ),
             "modes": list(self._modes.seen),
             "clips": self._clips.seen,
             "batches": list(self._batches.batches),
@@ -147,6 +155,9 @@ class TrainingChecks:
     def look_again(self) -> None:
         """Look at what may have changed since the first steps."""
         self._stale.look_at_frozen()
+        if self._samples is not None and not self._has_failed:
+            call_unseen(self._samples.look_again)
+        self._has_news = True
 
     # --- the optimizer
 
@@ -169,7 +180,6 @@ class TrainingChecks:
         if not self.is_over:
             if (coverage := self._coverage) is not None:
                 self._quietly(lambda: coverage.after_update(optimizer))
-            self._quietly(lambda: self._close_round(optimizer))
             self._quietly(self._stale.after_update)
         self._quietly(lambda: self._close_window(optimizer), is_early=False)
         if (samples := self._samples) is not None:
@@ -208,14 +218,13 @@ class TrainingChecks:
                 "optimizer from the parameters that the model has now, after it is sharded."
             )
 
-    def _close_round(self, optimizer: torch.optim.Optimizer) -> None:
-        self._accumulation.after_update(optimizer, self._session.step)
-        self._has_news = True
-
     def _close_window(self, optimizer: torch.optim.Optimizer) -> None:
+        step, is_early = self._session.step, not self.is_over
+        self._accumulation.after_update(optimizer, step, is_early=is_early)
+        self._rates.note_update(optimizer, step)
         self._clips.after_update()
-        self._has_news |= self._windows.note_update(optimizer, self._session.step)
-        self._has_news |= self._modes.note_update(self._session.step)
+        self._has_news |= self._windows.note_update(optimizer, step)
+        self._has_news |= self._modes.note_update(step) or is_early
 
     # --- batches
 
@@ -241,7 +250,8 @@ class TrainingChecks:
 
     def note_inputs(self, *inputs: Any) -> None:
         """Observe what a model receives first after a batch."""
-        self._quietly(lambda: self._batches.note_inputs(inputs, self._device))
+        is_early = not self._batches.is_waiting
+        self._quietly(lambda: self._batches.note_inputs(inputs, self._device), is_early=is_early)
 
     def before_backward(self, tensors: Any) -> None:
         """Keep the last batch, which a backward uses, and look at the loss it starts from."""
@@ -249,13 +259,15 @@ class TrainingChecks:
         if not self.is_over:
             if (coverage := self._coverage) is not None:
                 self._quietly(coverage.before_backward)
-            may_read = self._session.tracker is None
-            self._quietly(lambda: self._accumulation.before_backward(may_read=may_read))
             self._quietly(self._see_backward)
             self._quietly(self._stale.before_backward)
             self._quietly(self._clips.before_backward)
-        self._quietly(self._windows.note_backward, is_early=False)
+        self._quietly(self._begin_backward, is_early=False)
         self._batches.forget()
+
+    def _begin_backward(self) -> None:
+        self._accumulation.before_backward(may_read=self._session.tracker is None)
+        self._windows.note_backward()
 
     def _see_backward(self) -> None:
         session = self._session
@@ -265,8 +277,8 @@ class TrainingChecks:
 
     def after_backward(self) -> None:
         """Observe the gradients that a backward left."""
+        self._quietly(self._accumulation.after_backward, is_early=False)
         if not self.is_over:
-            self._quietly(self._accumulation.after_backward)
             self._quietly(self._clips.after_backward)
         if (samples := self._samples) is not None:
             self._quietly(samples.after_backward, is_early=False)

@@ -44,6 +44,9 @@ class PassSeen(Record):
     is_shuffled: bool = False
     """Whether its sampler shuffles."""
     has_ended: bool = False
+    inputs: list[Annotated[int, Field(ge=0, lt=1 << 32)]] = Field(default_factory=list)
+    """What the model first received after each of these batches that a backward followed, in the
+    same form."""
 
 
 class RandomSeen(Record):
@@ -141,7 +144,7 @@ class BufferSeen(Record):
     digest: Annotated[int, Field(ge=0, lt=1 << 32)]
     """CRC-32 of these values before the first sampled update."""
     is_constant: bool = False
-    """Whether they were the same before a later update."""
+    """Whether they were the same in each later look, the last one at the end."""
 
 
 class ClipSeen(Record):
@@ -229,6 +232,32 @@ class RoundSeen(Record):
     """Whether the first backward added to the gradients of the update before."""
 
 
+class StreakSeen(Record):
+    """Updates in a row, until the last one, that have something in common."""
+
+    since: Index | None = None
+    """The step of the first one; None: the last update is none of them."""
+    number: Amount = 0
+    num_before: Amount = 0
+    """Updates before, counted until 8."""
+
+
+class LateSeen(Record):
+    """What the updates of the whole training show."""
+
+    kept: StreakSeen = StreakSeen()
+    """Updates whose first backward added to the gradients of the update before. After the first
+    updates, one in five is looked at."""
+    unused: StreakSeen = StreakSeen()
+    """Of the same updates, those without a gradient that a backward since the last update left."""
+    idle: StreakSeen = StreakSeen()
+    """Updates at learning rate 0, which all groups have on the host."""
+    rates: dict[int, float] = Field(default_factory=dict)
+    """The largest learning rate on the host in the last steps, by step."""
+    digests: list[Annotated[int, Field(ge=0, lt=1 << 32)]] = Field(default_factory=list)
+    """CRC-32 of the sampled values at the end; empty: unknown."""
+
+
 class UnitsSeen(Record):
     """The unsharded parameters of units, compared with their shards around backwards."""
 
@@ -280,6 +309,8 @@ class TrainingSeen(Record):
     """None: earlier recordings, and ranks that did not look."""
     rounds: list[RoundSeen] = Field(default_factory=list)
     windows: WindowsSeen = WindowsSeen()
+    late: LateSeen | None = None
+    """None: earlier recordings."""
     modes: list[ModeSeen] = Field(default_factory=list)
     """Models with dropout or batch normalization."""
     clips: list[ClipSeen] = Field(default_factory=list)

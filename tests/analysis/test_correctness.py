@@ -11,9 +11,12 @@ from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.trace.correctness import (
     BatchSeen,
+    CoverageSeen,
+    LateSeen,
     LossSeen,
     OptimizerSeen,
     ParameterSeen,
+    StreakSeen,
     TrainingSeen,
     UpdateSeen,
 )
@@ -194,21 +197,49 @@ STARTS = tuple((step, 0.1, 0) for step in range(4))
 
 
 @pytest.mark.parametrize(
-    ("later", "is_named"),
+    ("streak", "is_named"),
     [
-        pytest.param(((100, 0.0, 64), (200, 0.0, 64)), True, id="rate is 0 for long"),
-        pytest.param(((100, 0.1, 0), (200, 0.0, 64)), False, id="ends at the last step"),
-        pytest.param(((100, 0.0, 64), (140, 0.0, 64)), False, id="ends soon before the last step"),
-        pytest.param(((100, 0.0, 64), (200, 0.1, 0)), False, id="pause"),
-        pytest.param(((100, 0.0, 63), (200, 0.0, 63)), False, id="values change"),
-        pytest.param(((100, 1e-9, 64), (200, 1e-9, 64)), False, id="tiny rate"),
+        pytest.param(StreakSeen(since=60, number=50, num_before=8), True, id="rate is 0 for long"),
+        pytest.param(StreakSeen(since=60, number=49, num_before=8), False, id="ends soon"),
+        pytest.param(StreakSeen(since=0, number=90), False, id="always 0: not a rate"),
+        pytest.param(StreakSeen(num_before=8), False, id="pause"),
     ],
 )
-def test_updates_that_stopped_changing_anything_are_named(later, is_named) -> None:
-    seen = updates_of(*STARTS, *later)
+def test_a_rate_that_stays_0_is_named(streak: StreakSeen, is_named: bool) -> None:
+    known = {"late": LateSeen(idle=streak), "coverage": CoverageSeen()}
+    seen = updates_of(*STARTS).model_copy(update=known)
     faults = check_training(observed(input_bound(), seen, seen)).faults
-    named = [each.sentence for each in faults if "since step 100" in each.sentence]
-    assert bool(named) is is_named
+    assert [each.sentence for each in faults] == (
+        ["The learning rate is 0 while the training goes on."] if is_named else []
+    )
+
+
+def test_a_restart_of_the_warm_up_at_each_sampled_update_is_no_mistake() -> None:
+    seen = updates_of(*STARTS, (100, 0.0, 64), (200, 0.0, 64))
+    seen.updates[-1] = seen.updates[-1].model_copy(update={"digests": [1]})
+    assert not check_training(observed(input_bound(), seen, seen)).faults
+
+
+def test_the_range_of_learning_rates_of_lost_updates_is_stated() -> None:
+    seen = updates_of(*((step, 0.3, 40) for step in range(8)), (100, 3e-5, 64))
+    low = [each.model_copy(update={"dtype": "bfloat16"}) for each in seen.parameters]
+    seen = seen.model_copy(update={"parameters": low})
+    [fault] = check_training(observed(input_bound(), seen, seen)).faults
+    assert "may be smaller than the rounding of bfloat16" in fault.why
+    assert "The learning rate was 3e-05 to 0.3 in them." in fault.why
+
+
+@pytest.mark.parametrize(
+    ("at_end", "expected"),
+    [([0], ["100% of the updates change no stored parameter."]), ([1], [])],
+)
+def test_values_in_float32_that_stay_are_named_without_rounding(at_end, expected) -> None:
+    seen = updates_of(*((step, 4e-3, 64) for step in range(8)))
+    seen = seen.model_copy(update={"late": LateSeen(digests=at_end)})
+    found = check_training(observed(input_bound(), seen, seen))
+    assert [each.sentence for each in found.faults] == expected
+    assert "smaller than the rounding" not in "".join(each.why for each in found.faults)
+    assert ("precision" in found.not_checked) is (not expected)
 
 
 def replica_of(*samples: tuple[int, float, int]) -> TrainingSeen:

@@ -701,5 +701,160 @@ def rate_of_a_part_is_zero(folder: Path, sharder: str) -> None:
             optimizer.zero_grad()
 
 
+@loop("fsdp2")
+def clipped_to_one_magnitude(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder)
+    with recorded(folder, setup.model):
+        for batch in many():
+            (1e3 * loss_of(setup.model, batch)).backward()
+            torch.nn.utils.clip_grad_value_(setup.model.parameters(), 1e-6)
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+
+
+@loop("fsdp2")
+def signs_of_gradients(folder: Path, sharder: str) -> None:
+    """All gradients are positive: those of a sum of outputs that grow with each parameter."""
+    setup = Setup(sharder, nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16)))
+    with torch.no_grad():
+        for each in setup.model.parameters():
+            each.abs_()
+    with recorded(folder, setup.model):
+        for inputs, _ in many():
+            setup.model(inputs.abs()).sum().backward()
+            for each in setup.gradients():
+                each.sign_()
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+
+
+@loop("fsdp2")
+def widened_by_copies(folder: Path, sharder: str) -> None:
+    """Each rank holds one of two halves of the rows that get equal gradients, as after Net2Net."""
+    model = make_model()
+    with torch.no_grad():
+        for each in model.parameters():
+            each[8:] = each[:8]
+        model[2].weight[:, 8:] = model[2].weight[:, :8]
+    setup = Setup(sharder, model)
+    with recorded(folder, setup.model):
+        for inputs, labels in many():
+            logits = setup.model(inputs).unflatten(-1, (2, 8)).sum(dim=-2)
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten() % 8).backward()
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+
+
+class Threshold(torch.optim.Optimizer):
+    """A proximal step: moves parameters to 0, without their gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.copy_(each.sign() * (each.abs() - 1e-5).clamp(min=0))
+
+
+@loop("fsdp2", "ddp")
+def proximal_step(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder)
+    proximal = Threshold(setup.model.parameters(), {})
+    with recorded(folder, setup.model):
+        for batch in many():
+            loss_of(setup.model, batch).backward()
+            setup.optimizer.step()
+            proximal.step()
+            setup.optimizer.zero_grad()
+
+
+class EveryTenth(torch.optim.AdamW):
+    """Adds up gradients, and updates in each tenth call."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=4e-3)
+        self.sums: dict[nn.Parameter, torch.Tensor] = {}
+        self.number = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.number += 1
+        for each in self.param_groups[0]["params"]:
+            self.sums[each] = each.grad + self.sums.get(each, 0)
+            each.grad.copy_(self.sums[each])
+        if self.number % 10 == 0:
+            super().step()
+            self.sums.clear()
+
+
+@loop("fsdp2", "ddp")
+def accumulated_in_the_optimizer(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder)
+    optimizer = EveryTenth(setup.model.parameters())
+    with recorded(folder, setup.model):
+        for batch in many(3 * _STEPS):
+            loss_of(setup.model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop("fsdp2", "ddp")
+def statistics_of_rollouts(folder: Path, sharder: str) -> None:
+    """A buffer of each rank changes in every tenth update."""
+    model = make_model()
+    model[0].register_buffer("mean", torch.full((4,), float(dist.get_rank())))
+    options = {} if sharder == "fsdp2" else {"broadcast_buffers": False}
+    setup = Setup(sharder, model, **options)
+    with recorded(folder, setup.model):
+        for number, batch in enumerate(many(3 * _STEPS)):
+            if number % 10 == 9:
+                model[0].mean += 1 + dist.get_rank()
+            loss_of(setup.model, batch).backward()
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+
+
+@loop("fsdp2", "ddp")
+def phases_of_parts(folder: Path, sharder: str) -> None:
+    """Two optimizers take turns for 15 updates each; the other part is frozen, or detached."""
+    setup = Setup(sharder)
+    inner = setup.model.module if sharder == "ddp" else setup.model
+    optimizers = [torch.optim.AdamW(inner[at].parameters(), lr=1e-3) for at in (0, 2)]
+    with recorded(folder, setup.model):
+        for number, batch in enumerate(many(60)):
+            turn = number // 15 % 2
+            inner[0].requires_grad_(sharder == "ddp" or not turn)
+            loss_of(setup.model, batch).backward()
+            optimizers[turn].step()
+            setup.model.zero_grad(set_to_none=number < 30)
+
+
+@loop("fsdp2", "ddp")
+def cleared_in_turns(folder: Path, sharder: str) -> None:
+    """From update 12 on, each update continues with half of the gradients, as momentum."""
+    setup = Setup(sharder)
+    with recorded(folder, setup.model):
+        for number, batch in enumerate(many(50)):
+            loss_of(setup.model, batch).backward()
+            setup.optimizer.step()
+            if number < 12:
+                setup.optimizer.zero_grad()
+            else:
+                for each in setup.gradients():
+                    each.mul_(0.5)
+
+
+@loop("fsdp2", "ddp")
+def rate_pauses(folder: Path, sharder: str) -> None:
+    """The rate is 0 in 20 updates, and at the end of the schedule."""
+    setup = Setup(sharder)
+    with recorded(folder, setup.model):
+        for number, batch in enumerate(many(70)):
+            is_off = 20 <= number < 40 or number >= 50
+            setup.optimizer.param_groups[0]["lr"] = 0.0 if is_off else 1e-3
+            loss_of(setup.model, batch).backward()
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+
+
 if __name__ == "__main__":
     run_loops(LOOPS, *sys.argv[1:])

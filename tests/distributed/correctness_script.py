@@ -105,6 +105,7 @@ class WithDropout(nn.Sequential):
 
 def train_longer(folder: Path, model: nn.Module, after_update: Callable[[int], None]) -> None:
     """Three passes over the batches."""
+    torch.manual_seed(dist.get_rank())
     optimizer = adam(model)
     with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
         for number, batch in enumerate(batch for _ in range(3) for batch in batches()):
@@ -112,6 +113,133 @@ def train_longer(folder: Path, model: nn.Module, after_update: Callable[[int], N
             optimizer.step()
             optimizer.zero_grad()
             after_update(number)
+
+
+_LATE = 70
+"""Updates of loops in which something changes after update 12."""
+
+
+def train_late(
+    folder: Path, step: Callable[[nn.Module, torch.optim.Optimizer, Batch, int], None]
+) -> None:
+    """Train for long; `step` runs the backward, clears and updates."""
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number in range(_LATE):
+            batch = next(batches(seed=2 * number + dist.get_rank()))
+            step(model, optimizer, batch, number)
+
+
+@loop
+def cleared_at_first(folder: Path) -> None:
+    def step(model: nn.Module, optimizer: Any, batch: Batch, number: int) -> None:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        if number < 12:
+            optimizer.zero_grad()
+
+    train_late(folder, step)
+
+
+@loop
+def cleared_later(folder: Path) -> None:
+    def step(model: nn.Module, optimizer: Any, batch: Batch, number: int) -> None:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        if number > 12:
+            optimizer.zero_grad()
+
+    train_late(folder, step)
+
+
+@loop
+def steps_before_backward(folder: Path) -> None:
+    def step(model: nn.Module, optimizer: Any, batch: Batch, number: int) -> None:
+        loss = loss_of(model, batch)
+        optimizer.zero_grad()
+        if number < 12:
+            loss.backward()
+            optimizer.step()
+        else:
+            optimizer.step()
+            loss.backward()
+
+    train_late(folder, step)
+
+
+@loop
+def model_made_anew(folder: Path) -> None:
+    """The optimizer keeps the parameters of the old model, and their last gradients."""
+    anew: list[nn.Module] = []
+
+    def step(model: nn.Module, optimizer: Any, batch: Batch, number: int) -> None:
+        if number == 12:
+            anew.append(shard(make_model()))
+        model = anew[0] if anew else model
+        loss = loss_of(model, batch)
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    train_late(folder, step)
+
+
+def train_with_rate(folder: Path, rate: Callable[[int], float]) -> None:
+    def step(model: nn.Module, optimizer: Any, batch: Batch, number: int) -> None:
+        optimizer.param_groups[0]["lr"] = rate(number)
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train_late(folder, step)
+
+
+@loop
+def rate_ends_early(folder: Path) -> None:
+    """As of a schedule that counts microbatches."""
+    train_with_rate(folder, lambda number: max(0.0, 1e-3 * (12 - number)))
+
+
+@loop
+def rates_of_own_losses(folder: Path) -> None:
+    """As a plateau schedule of each rank."""
+    train_with_rate(folder, lambda number: 1e-3 / (1 + max(0, number - 12) * dist.get_rank()))
+
+
+def train_on_passes(folder: Path, *, is_last_shared: bool, evaluates: bool = False) -> None:
+    """Three passes over data of each rank's own, and the last one over data of all."""
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number in range(4):
+            is_shared = number == 3 and is_last_shared
+            seed = 100 + number if is_shared else 2 * number + dist.get_rank()
+            data = DataLoader(TensorDataset(*one_of(seed, 16)), batch_size=2)
+            for batch in data:
+                if evaluates and is_shared:
+                    with torch.no_grad():
+                        loss_of(model, batch)
+                    continue
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def one_of(seed: int, size: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, _LENGTH, _WIDTH, generator=generator)
+    return inputs, torch.randint(_CLASSES, (size, _LENGTH), generator=generator)
+
+
+@loop
+def same_batches_later(folder: Path) -> None:
+    train_on_passes(folder, is_last_shared=True)
+
+
+@loop
+def evaluated_on_shared_data_later(folder: Path) -> None:
+    train_on_passes(folder, is_last_shared=True, evaluates=True)
 
 
 @loop

@@ -26,6 +26,7 @@ from tests.distributed import (
     test_correctness,
 )
 
+EVALUATION = "The model trains in evaluation mode."
 NOT_FINITE = dict.fromkeys(("not-finite", "not-finite-at-the-end"), "Parameters are not finite.")
 
 
@@ -43,7 +44,7 @@ SUITES = (
     Suite(
         "correctness_script",
         correctness_script.LOOPS,
-        {**test_correctness.MISTAKES, **NOT_FINITE},
+        {**test_correctness.MISTAKES, **NOT_FINITE, "evaluation-only": EVALUATION},
     ),
     Suite(
         "correctness_sharders",

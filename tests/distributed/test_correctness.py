@@ -31,6 +31,13 @@ MISTAKES = {
     "bias-left-out": "No optimizer holds 1 parameter that has gradients.",
     "layer-added-later": "No optimizer holds 2 parameters that have gradients.",
     "evaluation-left-on": "The model trains in evaluation mode since step 6.",
+    "cleared-at-first": "Gradients are no longer cleared.",
+    "cleared-later": "Gradients are not cleared in the first updates.",
+    "steps-before-backward": "No new gradient reaches the optimizer any more.",
+    "model-made-anew": "No new gradient reaches the optimizer any more.",
+    "rate-ends-early": "The learning rate is 0 while the training goes on.",
+    "rates-of-own-losses": "The learning rate differs between the ranks.",
+    "same-batches-later": SAME,
     "detached": "1 unit gets no gradient.",
     "two-optimizers": "Parameters are updated twice with the same gradients.",
     "new-optimizer-for-each-batch": (
@@ -72,6 +79,7 @@ QUICK = (
     *("cleared-between", "not-divided", "scheduled-too-often", "stale-optimizer", "same-batches"),
     *("token-means", "root-not-sharded", "no-sync-left-on", "replicas-of-other-seeds"),
     *("clipped-by-local-norms", "rounded-away", "old-teacher", "evaluation-left-on"),
+    *("cleared-at-first", "steps-before-backward", "rate-ends-early", "same-batches-later"),
 )
 """A mistake for each check."""
 READ = {

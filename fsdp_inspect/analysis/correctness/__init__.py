@@ -16,6 +16,7 @@ from fsdp_inspect.analysis.correctness.faults import (
     TrainingFault,
 )
 from fsdp_inspect.analysis.correctness.gradients import check_gradients
+from fsdp_inspect.analysis.correctness.late import check_late
 from fsdp_inspect.analysis.correctness.logged import check_logged
 from fsdp_inspect.analysis.correctness.mode import check_mode
 from fsdp_inspect.analysis.correctness.optimizer import check_optimizer
@@ -37,6 +38,7 @@ _CHECKS = (
     check_resume,
     check_optimizer,
     check_gradients,
+    check_late,
     check_scales,
     check_coverage,
     check_stale,

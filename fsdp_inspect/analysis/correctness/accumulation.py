@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.analysis.correctness.late import CLEAR
 from fsdp_inspect.formatting import plural
 from fsdp_inspect.trace.correctness import LossSeen, RoundSeen, TrainingSeen
 
@@ -65,15 +66,21 @@ def _place_of(observed: Observed, rounds: _Rounds) -> str:
 def _never_cleared(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
     if not _all(rounds, lambda each: each.is_kept and not each.num_cleared):
         return None
-    num = min(map(len, rounds.values()))
+    late = [each.late for each in observed.seen.values() if each.late is not None]
+    ended = any(each.kept.since is None for each in late)
+    num = min(each.kept.number for each in late) if late and not ended else 0
+    num = max(num, min(map(len, rounds.values())))
     return _fault(
         rounds,
-        "Gradients are never cleared: each update repeats all earlier ones.",
-        f"In {plural(num, 'step')}, the first backward after an update added to the gradients of "
-        "that update.",
-        "Call optimizer.zero_grad() once in each step, after the update.",
+        "Gradients are not cleared in the first updates."
+        if ended
+        else "Gradients are never cleared: each update repeats all earlier ones.",
+        f"In {'the first ' if ended else ''}{plural(num, 'update')} that were looked at, the first "
+        "backward after the update before added to its gradients."
+        f"{' Later, they were cleared.' if ended else ''}",
+        CLEAR,
         _place_of(observed, rounds),
-        is_certain=observed.run.manifest.device_type == "cpu",  # elsewhere, zeros are not seen
+        is_certain=not ended and observed.run.manifest.device_type == "cpu",  # where zeros are seen
     )
 
 

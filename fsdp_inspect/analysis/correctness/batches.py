@@ -1,14 +1,16 @@
 """Find ranks that split the data and read the same batches, and epochs with the same order.
 
-- Seen: a digest of values of each batch of a `DataLoader`.
-- Proof: at least three different batches are equal on ranks that split the data. A note: a sampler
-  shuffles, and two passes in a row begin with the same six different batches.
+- Seen: a digest of values of each batch of a `DataLoader` in the first steps, and of the first 8
+  batches of up to 4 passes.
+- Proof: at least three different batches are equal on ranks that split the data, or six of a later
+  pass, with a backward after each. A note: a sampler shuffles, and two passes in a row begin with
+  the same six different batches.
 - Refuted by: one batch in all steps, as in a benchmark; ranks of one context-parallel group; what
   the model receives differs between the ranks, because each takes another part of the batch; a
   sampler that does not shuffle.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
@@ -38,6 +40,39 @@ def check_batches(observed: Observed) -> Iterator[TrainingFault]:
             "a DataLoader to the training thread, as tensors on the CPU."
         )
         return
+    inputs = {
+        rank: tuple(batch.inputs for batch in each.batches) for rank, each in observed.seen.items()
+    }
+    fault = _find_alike(observed, of_rank, inputs)
+    if fault is None and TrainingCheck.BATCHES not in observed.not_checked:
+        fault = _same_later(observed)
+    if fault is not None:
+        yield fault
+
+
+def _same_later(observed: Observed) -> TrainingFault | None:
+    """Find a later pass whose batches are equal on ranks, all of which a backward followed."""
+    num = min(len(each.passes) for each in observed.seen.values())
+    for number in range(1, num):
+        passes = {rank: each.passes[number] for rank, each in observed.seen.items()}
+        length = min(min(len(each.digests), len(each.inputs)) for each in passes.values())
+        read = {rank: tuple(each.digests[:length]) for rank, each in passes.items()}
+        if all(len({*own} - {0}) >= _LEAST_FIRST for own in read.values()):
+            inputs = {rank: tuple(each.inputs[:length]) for rank, each in passes.items()}
+            where = f" of pass {number + 1} over a DataLoader"
+            fault = _find_alike(observed, read, inputs, where)
+            if fault is not None:
+                return fault
+    return None
+
+
+def _find_alike(
+    observed: Observed,
+    of_rank: Mapping[int, tuple[int, ...]],
+    inputs: Mapping[int, tuple[int | None, ...]],
+    where: str = "",
+) -> TrainingFault | None:
+    """Find ranks with equal batches, by digests of these and of what the models received."""
     length = min(len(digests) for digests in of_rank.values())
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank, digests in of_rank.items():
@@ -49,27 +84,27 @@ def check_batches(observed: Observed) -> Iterator[TrainingFault]:
                 "The ranks with equal batches are in one group, such as context-parallel ranks, "
                 "which read the same batches."
             )
-        elif len({_inputs_of(observed, rank, length) for rank in ranks}) > 1:
+        elif len({inputs[rank][:length] for rank in ranks}) > 1:
             observed.not_checked[TrainingCheck.BATCHES] = (
                 "The ranks read the same batches, and give the model different parts of them."
             )
         elif len(places) > 1 and len(set(digests)) >= LEAST_BATCHES:
             is_all = len(ranks) == len(of_rank) > 2
             who = "All ranks" if is_all else capitalize(format_ranks(ranks))
-            yield TrainingFault(
+            return TrainingFault(
                 TrainingCheck.BATCHES,
                 tuple(sorted(ranks)),
                 False,
                 f"{who} read the same batches.",
-                f"The sampled values of {plural(length, 'batch', 'batches')} are equal on "
-                f"{format_ranks(sorted(ranks))}, and {len(set(digests))} of these batches differ "
-                "from each other. Unless each rank then uses another part of them, these ranks do "
-                "the work of one.",
+                f"The sampled values of {plural(length, 'batch', 'batches')}{where} are equal "
+                f"on {format_ranks(sorted(ranks))}, and {len(set(digests))} of these batches "
+                "differ from each other. Unless each rank then uses another part of them, these "
+                "ranks do the work of one.",
                 "Give each rank a part of the data of its own: a DistributedSampler, or a seed "
                 "that contains the rank. If the ranks share batches on purpose, ignore this.",
                 "",
             )
-            return
+    return None
 
 
 def _same_order(observed: Observed) -> Iterator[TrainingFault]:
@@ -95,11 +130,6 @@ def _same_order(observed: Observed) -> Iterator[TrainingFault]:
             "the sampler's generator once.",
             is_note=True,
         )
-
-
-def _inputs_of(observed: Observed, rank: int, length: int) -> tuple[int | None, ...]:
-    """What the model of a rank received in its first batches; None where it is not known."""
-    return tuple(batch.inputs for batch in observed.seen[rank].batches[:length])
 
 
 def _share_a_group(run: RunSource, ranks: Sequence[int]) -> bool:

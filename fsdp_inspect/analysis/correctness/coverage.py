@@ -7,6 +7,7 @@ It also finds optimizers that are made anew for each update.
   optimizer holds it, and it never has a gradient; updates use the same gradients again; at least
   four updates, and more than half, begin without the state that an optimizer before has left.
 - Refuted by: an optimizer that holds the parameter on another rank (ZeRO-1) or steps later;
+  an optimizer whose code does not name `grad`, such as a proximal step, a decay or a projection;
   optimizers that hold less than half of the values with gradients, as for LoRA or a new head whose
   base was not frozen; outputs that are detached on purpose, which no optimizer holds; an optimizer
   without state, as SGD without momentum.
@@ -118,7 +119,8 @@ def _repeated(observed: Observed, seen: _Seen) -> TrainingFault | None:
         "before had used, without a backward between: two optimizers hold these parameters, one "
         "steps twice, or the script restores the weights between two tries.",
         "Give each parameter to one optimizer, and call step() once after the last backward. If "
-        "the script searches for the step in this way, ignore this.",
+        "the script searches for the step in this way, or one of two optimizers only decays or "
+        "projects the parameters, ignore this.",
     )
 
 

@@ -4,11 +4,12 @@
   and of the later ones in steps that look at all parameters.
 - Proof: ranks that hold the same part receive different gradients in each of these updates;
   replicas receive equal ones at first, and later differ in values and gradients; ranks that hold
-  different parts receive equal ones.
+  different parts, with different values, receive equal ones.
 - Refuted by: different values at the start, if no sharder keeps the parameter on these ranks. They
   then hold experts, stages or models of their own. Values that differ and are equal again later, as
-  in local SGD. Ranks in groups of other dimensions are not compared. Training apart on purpose,
-  with averages after more than the sampled updates, looks the same: hence "Probably".
+  in local SGD. Gradients of one magnitude, as after clipping of each value, and copies of rows.
+  Ranks in groups of other dimensions are not compared. Training apart on purpose, with averages
+  after more than the sampled updates, looks the same: hence "Probably".
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from fsdp_inspect.analysis.correctness.samples import (
 )
 from fsdp_inspect.formatting import format_ranks, plural
 from fsdp_inspect.trace.codes import NO_UNIT
+from fsdp_inspect.trace.correctness import UpdateSeen
 from fsdp_inspect.trace.sharders import traits_of
 
 _EXPERT = "expert"
@@ -72,6 +74,7 @@ def _is_same(observed: Observed, holders: Holders) -> bool:
     return holders.starts_equal and not is_expert and not has_own_groups
 
 
+_TOLERANCE = 1e-5
 _LEAST_LATE = 2
 """Samples of later updates are 100 steps apart."""
 
@@ -204,7 +207,7 @@ def _check_twice(observed: Observed) -> Iterator[TrainingFault]:
     seen = {rank: each for rank, each in observed.seen.items() if each.updates}
     first = next(iter(seen.values()))
     num = min(len(each.updates) for each in seen.values())
-    equal = []
+    equal, is_equal = [], True
     for at, parameter in enumerate(first.parameters):
         same = [
             each
@@ -214,10 +217,12 @@ def _check_twice(observed: Observed) -> Iterator[TrainingFault]:
         parts = {tuple(each.parameters[at].part) for each in same}
         if len(same) < len(seen) or len(parts) < len(seen) or not parameter.part:
             continue
-        norms = [[each.updates[n].gradients[at] for each in same] for n in range(num)]
-        if all(all(each) and len(set(each)) == 1 for each in norms):
+        rounds = [[each.updates[n] for each in same] for n in range(num)]
+        norms = [each.gradients[at] for updates in rounds for each in updates]
+        if all(norms) and len({each.digests[at] for each in rounds[0]}) > 1:
             equal.append(parameter.name)
-    if len(seen) > 1 and num > 1 and len(equal) > 1:
+            is_equal &= all(_are_equal(each, at) for each in rounds)
+    if len(seen) > 1 and num > 1 and len(equal) > 1 and is_equal:
         title = traits_of(observed.run.manifest.sharder).title
         yield TrainingFault(
             TrainingCheck.GRADIENTS,
@@ -231,3 +236,20 @@ def _check_twice(observed: Observed) -> Iterator[TrainingFault]:
             f"Remove the all-reduce of gradients from the loop: {title} has reduced them.",
             first.backward_place,
         )
+
+
+def _are_equal(updates: Sequence[UpdateSeen], at: int) -> bool:
+    """Whether ranks have equal gradients, which are not all one number.
+
+    Their norms are equal after clipping to one magnitude, too.
+    """
+    sums = {each.weighted[at] if each.weighted else None for each in updates}
+    norms = {each.gradients[at] for each in updates}
+    if len(norms) > 1 or len(sums) > 1:
+        return False
+    norm, total = norms.pop(), sums.pop()
+    if norm is None or total is None:
+        return not updates[0].weighted  # earlier recordings
+    # n gradients of one value have the weighted sum 1.5 n, and the norm sqrt(n).
+    number = (total / norm / 1.5) ** 2
+    return abs(number - round(number)) > _TOLERANCE * number

@@ -2,18 +2,19 @@
 
 - Seen: 64 values of up to 8 parameters before and after each sampled update; the dtypes of the
   units, of an autocast region around the first forward, and of the loss.
-- Proof: at least half of the values with a gradient are the same after the updates; or all are, at
-  learning rate 0, in two updates that are 50 steps apart and in all between and after; an autocast
+- Proof: at least half of the values with a gradient are the same after the updates; an autocast
   region casts to another dtype of 16 bits than the one of the gathered parameters. Notes: a loss in
   16 bits, a reduction in bfloat16 over at least 64 ranks, frozen parameters that are stored in
   float32 and computed in 16 bits.
-- Refuted by: a learning rate that still rises, because later updates are larger; an optimizer that
+- Refuted by: a learning rate that still rises, because later updates are larger; values in
+  float32 that change in other updates, as with accumulation inside `step`; an optimizer that
   keeps the parameters in higher precision, compensates for rounding or rounds at random; autocast
   to the dtype of the parameters, or over parameters in float32.
 """
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
@@ -35,7 +36,7 @@ _MANY_RANKS = 64
 
 def check_precision(observed: Observed) -> Iterator[TrainingFault]:
     """Find updates that are too small for the stored parameters, and dtypes that lose precision."""
-    for find in (_stopped, _autocast, _loss_dtype, _reduction, _frozen):
+    for find in (_autocast, _loss_dtype, _reduction, _frozen):
         found = find(observed)
         if found is not None:
             yield found
@@ -50,6 +51,12 @@ def check_precision(observed: Observed) -> Iterator[TrainingFault]:
     }
     if not wrong:
         return
+    if any(_change_elsewhere(observed.seen[rank]) for rank in wrong):
+        observed.not_checked[TrainingCheck.PRECISION] = (
+            "Sampled updates changed no stored value, and values changed in between: in other "
+            "updates, or outside of them."
+        )
+        return
     if any(_is_rising(observed.seen[rank]) for rank in wrong):
         observed.not_checked[TrainingCheck.PRECISION] = (
             "Sampled updates changed no stored value, but their learning rate was unknown, 0 or "
@@ -58,6 +65,9 @@ def check_precision(observed: Observed) -> Iterator[TrainingFault]:
         return
     seen = observed.seen[min(wrong)]
     dtypes = ", ".join(sorted({each.dtype for each in seen.parameters}))
+    cause, change = "", _UNKNOWN
+    if _is_low(seen):
+        cause, change = f": they may be smaller than the rounding of {dtypes}", _ROUNDED
     yield TrainingFault(
         TrainingCheck.PRECISION,
         tuple(sorted(wrong)),
@@ -65,48 +75,35 @@ def check_precision(observed: Observed) -> Iterator[TrainingFault]:
         f"{format_ratio(max(wrong.values()))} of the updates change no stored parameter.",
         f"On {format_ranks(sorted(wrong))}, the sampled values of "
         f"{plural(len(seen.parameters), 'parameter')} with a gradient were mostly the same after "
-        f"{plural(len(seen.updates), 'update')}: the updates are smaller than the rounding of "
-        f"{dtypes}. The largest learning rate was {seen.updates[-1].rate:.3g}.",
-        "Keep the parameters in float32, and compute in bfloat16 by MixedPrecisionPolicy or "
-        "autocast. If the learning rate is meant to be this small, ignore this.",
+        f"{plural(len(seen.updates), 'update')} that were looked at{cause}. The learning rate was "
+        f"{_format_rates(seen)} in them.",
+        change,
     )
 
 
-_LEAST_STOPPED = 2
-_LEAST_STEPS = 50
-"""The steps from the first to the last sampled update that changed nothing: a schedule that ends
-with the training has fewer."""
+_ROUNDED = (
+    "Keep the parameters in float32, and compute in bfloat16 by MixedPrecisionPolicy or autocast. "
+    "If the learning rate is meant to be this small, or step() updates in some calls only, ignore "
+    "this."
+)
+_UNKNOWN = (
+    "Look at what step() does, and at the learning rate: float32 loses only updates below 6e-8 of "
+    "a value. If step() updates in some calls only, ignore this."
+)
 
 
-def _stopped(observed: Observed) -> TrainingFault | None:
-    """Find a learning rate that has been 0 since a while, while updates go on."""
-    found: dict[int, tuple[int, int]] = {}
-    for rank, seen in observed.seen.items():
-        updates = [each for each in seen.updates if each.num_meant]
-        idle = [
-            *itertools.takewhile(
-                lambda each: each.rate == 0 and each.num_lost == each.num_meant, updates[::-1]
-            )
-        ]
-        has_copy = any(each.keeps_copy for each in seen.parameters)
-        is_long = len(idle) >= _LEAST_STOPPED and idle[0].step - idle[-1].step >= _LEAST_STEPS
-        if is_long and len(idle) < len(updates) and not has_copy:
-            found[rank] = len(idle), idle[-1].step
-    if not found or len(found) < len(observed.seen):
-        return None
-    count, since = found[min(found)]
-    return TrainingFault(
-        TrainingCheck.PRECISION,
-        tuple(sorted(found)),
-        False,
-        f"The updates have changed no stored parameter since step {since}.",
-        f"{plural(count, 'sampled update')} from step {since} on left all sampled values with a "
-        "gradient as they were, and earlier ones changed them. Their learning rate was 0, or is "
-        "not known on the host.",
-        "Look at the schedule: it may count epochs and be stepped in each update, or have ended. "
-        "If the parameters are meant to stay, ignore this.",
-        observed.place_of_update(min(found)),
-    )
+def _format_rates(seen: TrainingSeen) -> str:
+    least, most = (pick(each.rate for each in seen.updates) for pick in (min, max))
+    return f"{most:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+
+
+def _change_elsewhere(seen: TrainingSeen) -> bool:
+    """Whether values in full precision change that no sampled update changed."""
+    last = [seen.late.digests] if seen.late is not None and seen.late.digests else []
+    digests = [each.digests for each in seen.updates] + last
+    changed = [one != other for one, other in itertools.pairwise(digests)]
+    lost = [each.num_lost == each.num_meant for each in seen.updates]
+    return not _is_low(seen) and any(map(operator.and_, lost, changed))
 
 
 def _autocast(observed: Observed) -> TrainingFault | None:

@@ -1,7 +1,7 @@
 """Find replicas, buffers and learning rates that should be equal on all ranks, and differ.
 
-- Seen: sampled values before the first updates and later; up to 8 buffers before two updates; the
-  learning rate of each update.
+- Seen: sampled values before the first updates and later; up to 8 buffers before sampled updates
+  and at the end; the learning rates of the first and the last updates.
 - Proof: replicas differ before the first update, or differ for good although their gradients
   agree; a buffer keeps a value of its own on each rank of a model that is sharded or replicated;
   ranks that train the same parameters use different learning rates in each of the last updates.
@@ -20,6 +20,7 @@ from fsdp_inspect.analysis.correctness.samples import (
     list_holders,
 )
 from fsdp_inspect.formatting import format_ranks, plural
+from fsdp_inspect.trace.correctness import TrainingSeen
 
 _EXACT = 1e-9
 """Norms of equal gradients, which an all-reduce gives to all ranks, differ by less."""
@@ -95,27 +96,33 @@ def _rates_differ(observed: Observed) -> TrainingFault | None:
         sizes = {
             tuple(one.num_tensors for one in each.optimizers) for each in known.values()
         }  # of ZeRO, each rank has tensors of its own
-        rounds = list(zip(*(each.updates for each in known.values()), strict=False))
+        by_step = [_rates_of(each) for each in known.values()]
+        steps = sorted(set.intersection(*map(set, by_step))) if by_step else []
         if len(known) < 2 or len(sizes) > 1:
             continue
-        wrong = [differ([each.rate for each in updates], _EXACT) for updates in rounds]
+        wrong = [differ([each[step] for each in by_step], _EXACT) for step in steps]
         if len(wrong) < LEAST_UPDATES or not all(wrong[-LEAST_UPDATES:]):
             continue
-        last = rounds[-1]
-        shown = ", ".join(f"{each.rate:.3g}" for each in last[:4])
+        shown = ", ".join(f"{each[steps[-1]]:.3g}" for each in by_step[:4])
         return TrainingFault(
             TrainingCheck.REPLICAS,
             tuple(known),
             False,
             "The learning rate differs between the ranks.",
-            f"In {sum(wrong)} of {plural(len(wrong), 'update')}, {format_ranks(sorted(known))} "
-            f"used different learning rates, such as {shown} in step {last[0].step}, although they "
+            f"In {sum(wrong)} of {plural(len(wrong), 'step')}, {format_ranks(sorted(known))} "
+            f"used different learning rates, such as {shown} in step {steps[-1]}, although they "
             "train the same model.",
             "Give all ranks one learning rate: call the scheduler on each rank, and reduce a "
             "loss that it depends on over the ranks first.",
             observed.place_of_update(min(known)),
         )
     return None
+
+
+def _rates_of(seen: TrainingSeen) -> dict[int, float]:
+    """The learning rates of the first, the sampled and the last updates, by step."""
+    sampled = {each.step: each.rate for each in seen.updates}
+    return sampled if seen.late is None else sampled | seen.late.rates
 
 
 def _buffers_differ(observed: Observed) -> Iterator[TrainingFault]:
@@ -142,8 +149,9 @@ def _buffers_differ(observed: Observed) -> Iterator[TrainingFault]:
             False,
             f"{plural(len(wrong), 'buffer')} of the model {'has' if len(wrong) == 1 else 'have'} "
             "different values on the ranks.",
-            f"{wrong[0]}{more} differ between {format_ranks(ranks)}, and the training does not "
-            "change them. The ranks then train different functions with one set of parameters.",
+            f"{wrong[0]}{more} differ between {format_ranks(ranks)}, and each rank keeps "
+            "its values, as far as they were looked at. The ranks then train different functions "
+            "with one set of parameters.",
             "Make the buffers from one seed on all ranks, or broadcast them from one rank. If each "
             "rank needs one of its own, ignore this.",
         )
