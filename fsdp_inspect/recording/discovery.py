@@ -165,7 +165,7 @@ class Discovery:
         self._search_patches.on_undo(call_after_import(COMPILE_CALLBACKS, self._await_compile))
 
     def _await_compile(self) -> None:
-        handler = getattr(sys.modules[COMPILE_CALLBACKS], "callback_handler", None)
+        handler: Any = getattr(sys.modules[COMPILE_CALLBACKS], "callback_handler", None)
         if not hasattr(handler, "register_start_callback"):  # an older torch
             return
         handler.register_start_callback(self._look_before_compile)
