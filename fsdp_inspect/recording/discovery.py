@@ -184,7 +184,8 @@ class Discovery:
         inner = {id(part) for each in modules for part in each.children()}
         for module in modules:
             is_trained = any(part.requires_grad for part in module.parameters())
-            if id(module) not in inner and is_trained and self._is_sharded(module):
+            is_outermost = id(module) not in inner and self._is_sharded(module)
+            if is_trained and is_outermost and _can_communicate(module):
                 self._search_patches.undo()
                 self._attach(module, is_called=False)
                 return
