@@ -56,6 +56,7 @@ from fsdp_inspect.recording.torch_api.c10d import (
     FUNCTIONS,
     FUTURE,
     POINT_TO_POINT,
+    TRACED,
     ArgumentPicker,
     address_of,
     bytes_of,
@@ -123,6 +124,9 @@ class DistCalls:
             recorded = self._wrap(original, kind, argument)
             patches.set_attribute(dist, name, recorded)
             patches.set_attribute(c10d, name, recorded)
+            if original in TRACED:  # torch.compile finds the traced form of a collective by it
+                patches.on_undo(functools.partial(TRACED.pop, recorded, None))
+                TRACED[recorded] = TRACED[original]
         if self._sees_functional:
             self._attach_functional(patches)
         for name in ("send", "recv"):
@@ -185,7 +189,8 @@ class DistCalls:
     def _is_passing(self) -> bool:
         """Whether to call the original function without recording it."""
         session = self._session
-        return not session.active or session.collective_depth > 0 or torch.compiler.is_compiling()
+        # torch.compile traces through the first check only.
+        return torch.compiler.is_compiling() or not session.active or session.collective_depth > 0
 
     def _is_plain(self) -> bool:
         """Whether only the black box notes a call of the training thread that is issued now."""

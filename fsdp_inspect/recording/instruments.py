@@ -27,7 +27,11 @@ from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.process_life import CHECKPOINT_PACKAGE, MOST_SPANS
 from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.sharders.base import Sharder
-from fsdp_inspect.recording.torch_api.autograd import uses_compile
+from fsdp_inspect.recording.torch_api.autograd import (
+    COMPILER,
+    keep_from_compiler,
+    uses_compile,
+)
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase, Source, Stream
 from fsdp_inspect.trace.host_work import COLLECT_CALL, COLLECTION, GRAPH_CAPTURE
 
@@ -72,6 +76,8 @@ class Instruments:
 
     def attach(self) -> None:
         """Install all hooks."""
+        keep_out = functools.partial(keep_from_compiler, __package__)
+        self._patches.on_undo(call_after_import(COMPILER, keep_out))
         self._units.attach(self._patches)
         self._dist_calls.attach(self._patches)
         if self._is_in_graphs or uses_compile():

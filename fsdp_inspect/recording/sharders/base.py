@@ -230,4 +230,7 @@ def wrap_model_forward(
             memory.sample(MemoryPoint.FORWARD_END)
         session.leave_forward(session.clock.mark())
 
-    return wrap_call(original, before, after, session)
+    wrapped = wrap_call(original, before, after, session)
+    # torch.compile leaves the frame alone, as it does with the `forward` of a wrapper.
+    wrapped._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return wrapped

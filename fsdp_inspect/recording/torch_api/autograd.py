@@ -1,7 +1,8 @@
 """Ask torch's autograd engine and activation checkpointing."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -120,8 +121,39 @@ def wrap_cross_entropy(
 
 # --- Ask torch.compile what it has done in this process, and prepare it for fake tensors.
 
+COMPILER = "torch._dynamo.eval_frame"
+"""The module that chooses the code to compile."""
 COMPILE_CALLBACKS = "torch._dynamo.callback"
 """The module that calls back around each compilation."""
+
+
+def keep_from_compiler(package: str) -> None:
+    """Let torch.compile run the loaded functions of a package as they are.
+
+    Some of them run between two parts of a compiled function, where it would compile them, too. It
+    still traces through those that it meets inside such a part.
+    """
+    skip = getattr(sys.modules[COMPILER], "skip_code", None)
+    if skip is None:  # another version of torch
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{package}."):
+            for each in vars(module).values():
+                for code in _codes_of(each, name):
+                    skip(code)
+
+
+def _codes_of(value: object, module: str) -> Iterator[CodeType]:
+    """The code of a function or of the methods of a class, and of the functions inside."""
+    if getattr(value, "__module__", None) != module:
+        return
+    members = vars(value).values() if isinstance(value, type) else (value,)
+    functions = (getattr(each, "__func__", getattr(each, "fget", each)) for each in members)
+    codes = [each.__code__ for each in functions if isinstance(each, FunctionType)]
+    while codes:
+        code = codes.pop()
+        yield code
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
 
 
 def uses_compile() -> bool:

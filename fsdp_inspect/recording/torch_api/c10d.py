@@ -81,6 +81,10 @@ def tensors_of(message: Any) -> list[torch.Tensor]:
     return [member for member in members if torch.is_tensor(member)]
 
 
+TRACED: dict[Any, Any] = getattr(functional, "traceable_collective_remaps", {})
+"""The functions that torch.compile traces in the place of collectives, by collective."""
+
+
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
     """The total bytes of tensors; of a sparse one, those that it would have as a dense one."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
