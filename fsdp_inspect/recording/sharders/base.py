@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_inspect.recording.patches import wrap_call
+from fsdp_inspect.recording.torch_api.autograd import keep_untraced
 from fsdp_inspect.recording.torch_api.marks import sharder_name_of
 from fsdp_inspect.trace.codes import NO_UNIT, MemoryPoint
 from fsdp_inspect.trace.sharders import traits_of
@@ -230,7 +231,4 @@ def wrap_model_forward(
             memory.sample(MemoryPoint.FORWARD_END)
         session.leave_forward(session.clock.mark())
 
-    wrapped = wrap_call(original, before, after, session)
-    # torch.compile leaves the frame alone, as it does with the `forward` of a wrapper.
-    wrapped._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return wrapped
+    return keep_untraced(wrap_call(original, before, after, session))

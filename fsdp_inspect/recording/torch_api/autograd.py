@@ -143,6 +143,12 @@ def keep_from_compiler(package: str) -> None:
                     skip(code)
 
 
+def keep_untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch.compile not trace through a function; it may compile what the function calls."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
 def _codes_of(value: object, module: str) -> Iterator[CodeType]:
     """The code of a function or of the methods of a class, and of the functions inside."""
     if getattr(value, "__module__", None) != module:
