@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_inspect import Recorder
@@ -19,6 +19,7 @@ from fsdp_inspect.store.reader import open_run
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch.compile reads it
+    pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`"),
 ]
 STEPS = 6
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -30,6 +31,12 @@ def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 def in_ddp(model: nn.Module) -> tuple[nn.Module, Loss]:
     wrapped = DistributedDataParallel(model)
+    return wrapped, lambda x: compiled(wrapped)(x).mean()
+
+
+def in_fsdp1(model: nn.Module) -> tuple[nn.Module, Loss]:
+    cpu = torch.device("cpu")
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=cpu)
     return wrapped, lambda x: compiled(wrapped)(x).mean()
 
 
@@ -79,7 +86,7 @@ def count(make: Callable[[nn.Module], tuple[nn.Module, Loss]], folder: Path | No
     return [counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())]
 
 
-@pytest.mark.parametrize("make", [in_ddp, in_place, in_a_function, beside_a_collective])
+@pytest.mark.parametrize("make", [in_ddp, in_fsdp1, in_place, in_a_function, beside_a_collective])
 def test_the_recorder_adds_no_graph(
     make: Callable[[nn.Module], tuple[nn.Module, Loss]], tmp_path: Path
 ) -> None:
