@@ -24,7 +24,7 @@ import functools
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,15 +180,24 @@ class Discovery:
         """Find a model in a function that is compiled: its own call is not seen."""
         if not torch.is_grad_enabled():
             return
+        try:
+            found = next(filter(_can_communicate, self._find_outermost()), None)
+        except Exception as error:  # an object of the script, such as a module without its state
+            raise_if_of_signal(error)
+            return
+        if found is not None:
+            self._search_patches.undo()
+            self._attach(found, is_called=False)
+
+    def _find_outermost(self) -> Iterator[nn.Module]:
+        """The modules that contain units and trained parameters, and are in no other module."""
         modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        modules = [each for each in modules if "_modules" in vars(each)]  # it is complete
         inner = {id(part) for each in modules for part in each.children()}
         for module in modules:
             is_trained = any(part.requires_grad for part in module.parameters())
-            is_outermost = id(module) not in inner and self._is_sharded(module)
-            if is_trained and is_outermost and _can_communicate(module):
-                self._search_patches.undo()
-                self._attach(module, is_called=False)
-                return
+            if is_trained and id(module) not in inner and self._is_sharded(module):
+                yield module
 
     def _look(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_sharded(module):

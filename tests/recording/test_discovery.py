@@ -308,11 +308,13 @@ def test_a_model_in_a_compiled_function_is_found(launched: Launched) -> None:
     with torch.no_grad():  # such as a function of the data
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     assert launched.models == []
+    incomplete = nn.Module.__new__(nn.Module)
     called = torch.compile(lambda x: 2 * model(x), backend="eager")
     for _ in range(3):
         called(torch.ones(2, 4)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     launched.discovery.finish(None)
+    del incomplete
 
     assert launched.models == [model]
     assert open_run(launched.folder).ranks[0].num_steps == 3

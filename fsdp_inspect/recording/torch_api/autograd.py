@@ -138,7 +138,7 @@ def keep_from_compiler(package: str) -> None:
         return
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}."):
-            for each in vars(module).values():
+            for each in list(vars(module).values()):
                 for code in _codes_of(each, name):
                     skip(code)
 
