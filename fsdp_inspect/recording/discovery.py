@@ -38,7 +38,7 @@ from torch.nn.modules.module import (
 from fsdp_inspect.disabled_recorder import describe_unsupported
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.recording.import_hook import call_after_import
-from fsdp_inspect.recording.models import Models, class_name_of, name_models
+from fsdp_inspect.recording.models import Models, all_modules, class_name_of, name_models
 from fsdp_inspect.recording.patches import Patches
 from fsdp_inspect.recording.process_life import note_process
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
@@ -191,8 +191,7 @@ class Discovery:
 
     def _find_outermost(self) -> Iterator[nn.Module]:
         """The modules that contain units and trained parameters, and are in no other module."""
-        modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-        modules = [each for each in modules if "_modules" in vars(each)]  # it is complete
+        modules = [each for each in all_modules() if "_modules" in vars(each)]  # it is complete
         inner = {id(part) for each in modules for part in each.children()}
         for module in modules:
             is_trained = any(part.requires_grad for part in module.parameters())
@@ -287,9 +286,7 @@ def find_other_models(model: nn.Module) -> list[nn.Module]:
     sharder = type(find_sharder(model))
     gc.collect()  # a model that the script has dropped does not count
     own = set(map(id, model.modules()))
-    # The type, not isinstance: an object of the script may compute its __class__.
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    found = [each for each in modules if id(each) not in own and sharder.marks(each)]
+    found = [each for each in all_modules() if id(each) not in own and sharder.marks(each)]
     inner = {id(part) for each in found for part in each.modules() if part is not each}
     return [each for each in found if id(each) not in inner and _can_communicate(each)]
 

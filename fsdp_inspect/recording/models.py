@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -31,6 +32,14 @@ def class_name_of(model: nn.Module) -> str:
     from fsdp_inspect.recording.torch_api.modules import original_class
 
     return original_class(model).__name__
+
+
+def all_modules() -> list[nn.Module]:
+    """The modules of this process, also those that no variable of the script holds.
+
+    The type is compared, not isinstance, because an object of the script may compute its class.
+    """
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
 
 
 def as_one_module(

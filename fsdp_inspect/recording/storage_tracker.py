@@ -54,6 +54,7 @@ from fsdp_inspect.recording.storage_log import (
     TrackedStorage,
     UnitPass,
 )
+from fsdp_inspect.recording.tensors import strided_parts
 from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
 from fsdp_inspect.recording.torch_api.dispatch import (
     DEVICE_QUERY,
@@ -652,7 +653,7 @@ def _storages_in(value: object) -> list[tuple[TensorLike, torch.UntypedStorage]]
             try:
                 found.append((item, item.untyped_storage()))
             except (NotImplementedError, RuntimeError):
-                pending.extend(_dense_parts(item))
+                pending.extend(each for each in strided_parts(item) if each is not item)
         elif isinstance(item, list | tuple):
             pending.extend(item)
         elif isinstance(item, dict):
@@ -660,10 +661,3 @@ def _storages_in(value: object) -> list[tuple[TensorLike, torch.UntypedStorage]]
         elif isinstance(item, torch.UntypedStorage):
             found.append((item, item))
     return found
-
-
-def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The inner tensors of a tensor without its own storage; empty if torch hides them."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    return []

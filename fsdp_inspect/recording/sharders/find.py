@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_inspect.errors import FsdpInspectError, RecordingError
-from fsdp_inspect.recording.models import Models
+from fsdp_inspect.recording.models import Models, all_modules
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.recording.sharders.base import Sharder, ShardingHooks, wrap_model_forward
 from fsdp_inspect.recording.sharders.zero import call_torch_for_collectives
@@ -136,11 +135,10 @@ def wrapper_around(model: nn.Module) -> nn.Module:
     """
     if sharder_name_of(model) is not None:
         return model
-    alive = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     return next(
         (
             each
-            for each in alive
+            for each in all_modules()
             if sharder_name_of(each) is not None and getattr(each, "module", None) is model
         ),
         model,
