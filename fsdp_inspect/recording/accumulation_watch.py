@@ -25,7 +25,7 @@ _SHORT = 8
 _COUNTED = 8
 _LATER = 3
 """After the first updates, one in so many of these parameters is looked at."""
-_EVERY = 5
+EVERY = 5
 """Of the later updates, one in so many is looked at: this number meets each of 4 optimizers."""
 
 Mark = tuple[object, ...] | None
@@ -141,7 +141,7 @@ class AccumulationWatch:
             return
         self._num_updates += 1
         is_early = is_early and len(self.rounds) < _UPDATES
-        if not is_early and self._num_updates % _EVERY:
+        if not is_early and self._num_updates % EVERY:
             return
         chosen = self._chosen.get(optimizer, [])[::_LATER]
         if is_early or not chosen:

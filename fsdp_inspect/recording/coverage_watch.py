@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fsdp_inspect.recording.accumulation_watch import EVERY, extend
 from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api.autograd import version_of
-from fsdp_inspect.trace.correctness import CoverageSeen
+from fsdp_inspect.trace.correctness import CoverageSeen, StreakSeen
 
 if TYPE_CHECKING:
     from fsdp_inspect.recording.units import UnitHandle
@@ -51,10 +52,18 @@ class CoverageWatch:
         """Whether a backward ran in the update, as for LBFGS."""
         self._with_state: set[tuple[int, ...]] = set()
         """The tensors for which an optimizer has left state, as in `_tensors_of`."""
+        self._num_looks = 0
+        self._streaks: dict[int, StreakSeen] = {}
+        """See `LateSeen.units_without`."""
 
     def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer, or one with these tensors, has not stepped before."""
         return self._known.get(id(optimizer)) != _count_tensors(optimizer)
+
+    @property
+    def units_without(self) -> dict[str, StreakSeen]:
+        """See `LateSeen.units_without`."""
+        return {str(index): each for index, each in self._streaks.items() if each.number}
 
     def before_backward(self) -> None:
         """Forget which gradients an update has used: a backward changes them."""
@@ -109,6 +118,21 @@ class CoverageWatch:
             units_without=self._units_without(),
         )
 
+    def look_at_units(self, optimizer: torch.optim.Optimizer, step: int, *, is_early: bool) -> None:
+        """Note which units of an optimizer have no gradient, in early updates and one of five."""
+        self._num_looks += 1
+        if not is_early and self._num_looks % EVERY:
+            return
+        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        has_gradient = {}
+        for index in self._graph_units:
+            trained = self._trained(index)
+            if trained and own.issuperset(map(id, trained)):
+                has_gradient[index] = any(each.grad is not None for each in trained)
+        if any(has_gradient.values()):
+            for index, has in has_gradient.items():
+                self._streaks[index] = extend(self._streaks.get(index, StreakSeen()), not has, step)
+
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the gradients that an update has used, and whether it left state."""
         if _has_state(optimizer):
@@ -130,14 +154,15 @@ class CoverageWatch:
         """Units that ran with a graph, are held by an optimizer and never got a gradient."""
         found = []
         for index in sorted(self._graph_units):
-            if index < len(self._units):
-                trained = [
-                    id(each) for each in self._units[index].local_parameters if each.requires_grad
-                ]
-                is_held = bool(trained) and set(trained) <= self._held
-                if is_held and not self._with_gradient & set(trained):
-                    found.append(index)
+            trained = {id(each) for each in self._trained(index)}
+            if trained and trained <= self._held and not self._with_gradient & trained:
+                found.append(index)
         return found
+
+    def _trained(self, index: int) -> list[nn.Parameter]:
+        """The parameters of a unit that get gradients, as the optimizers hold them."""
+        own = self._units[index].local_parameters if index < len(self._units) else []
+        return [each for each in own if each.requires_grad]
 
 
 def _reads_gradients(kind: type[torch.optim.Optimizer]) -> bool:

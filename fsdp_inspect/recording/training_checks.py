@@ -110,6 +110,7 @@ class TrainingChecks:
             "late": LateSeen(
                 kept=self._accumulation.kept,
                 unused=self._accumulation.unused,
+                units_without={} if self._coverage is None else self._coverage.units_without,
                 idle=self._rates.idle,
                 rates=dict(self._rates.last),
                 digests=[] if self._samples is None else self._samples.last_digests,
@@ -168,6 +169,12 @@ class TrainingChecks:
         if (coverage := self._coverage) is not None:
             is_early = not coverage.is_new(optimizer)  # an optimizer may step late
             self._quietly(lambda: self._cover(coverage, optimizer), is_early=is_early)
+            self._quietly(
+                lambda: coverage.look_at_units(
+                    optimizer, self._session.step, is_early=not self.is_over
+                ),
+                is_early=False,
+            )
         if (samples := self._samples) is not None:
             self._quietly(lambda: samples.before_update(optimizer), is_early=False)
 

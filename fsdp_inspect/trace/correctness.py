@@ -250,6 +250,9 @@ class LateSeen(Record):
     updates, one in five is looked at."""
     unused: StreakSeen = StreakSeen()
     """Of the same updates, those without a gradient that a backward since the last update left."""
+    units_without: dict[str, StreakSeen] = Field(default_factory=dict)
+    """By index of a unit that kept a graph: updates that had gradients for other units of the
+    optimizer and none for it. After the first updates, one in five is looked at."""
     idle: StreakSeen = StreakSeen()
     """Updates at learning rate 0, which all groups have on the host."""
     rates: dict[int, float] = Field(default_factory=dict)

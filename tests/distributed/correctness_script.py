@@ -168,6 +168,32 @@ def steps_before_backward(folder: Path) -> None:
     train_late(folder, step)
 
 
+def train_with_cuts(folder: Path, is_cut: Callable[[int], bool]) -> None:
+    """The output of the first layer is detached in some updates."""
+    cuts = [False]
+
+    def step(model: nn.Module, optimizer: Any, batch: Batch, number: int) -> None:
+        if number == 0:
+            cut = lambda module, given: (given[0].detach() if cuts[0] else given[0],)  # noqa: E731
+            model[1].register_forward_pre_hook(cut)
+        cuts[0] = is_cut(number)
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train_late(folder, step)
+
+
+@loop
+def cut_later(folder: Path) -> None:
+    train_with_cuts(folder, lambda number: number > 12)
+
+
+@loop
+def cut_in_turns(folder: Path) -> None:
+    train_with_cuts(folder, lambda number: number // 7 % 2 == 1)
+
+
 @loop
 def model_made_anew(folder: Path) -> None:
     """The optimizer keeps the parameters of the old model, and their last gradients."""

@@ -84,7 +84,7 @@ QUICK = (
 """A mistake for each check."""
 READ = {
     *("plain", "norm-of-the-model-logged", "one-batch", "two-losses", "looked-at-often"),
-    *("evaluation-only", "sparse-gradients-of-ddp", "sparse-gradients-beside-units"),
+    *("evaluation-only", "cut-later", "sparse-gradients-of-ddp", "sparse-gradients-beside-units"),
     *("parameters-of-64-bits", "jagged-inputs"),
     *("broken-check", "not-finite", "not-finite-at-the-end", "stale-optimizer"),
     "stale-optimizer-of-fsdp1",
@@ -135,6 +135,14 @@ def test_a_model_that_never_trains_with_dropout_is_noted(runs: tuple[Path, str])
 
     assert note.sentence == "The model trains in evaluation mode."
     assert "1 dropout with rates up to 0.1 is off" in note.why
+
+
+def test_a_unit_that_gets_no_gradient_later_is_noted(runs: tuple[Path, str]) -> None:
+    [note] = open_run(runs[0] / "cut-later").correctness().notes
+
+    assert note.sentence == "1 unit gets no gradient any more."
+    assert "0 runs with a graph" in note.why
+    assert "had no gradient in 12 updates that were looked at from step 14 on" in note.why
 
 
 @pytest.mark.parametrize("name", ["parameters-of-64-bits", "jagged-inputs"])

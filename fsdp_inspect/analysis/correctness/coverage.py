@@ -2,10 +2,12 @@
 
 It also finds optimizers that are made anew for each update.
 
-- Seen: the parameters that the optimizers hold and those with a gradient, in the first 8 updates.
+- Seen: the parameters that the optimizers hold and those with a gradient, in the first 8 updates;
+  the units without a gradient in one of five later ones.
 - Proof: no optimizer holds or changes a parameter that has gradients; a unit runs with a graph, an
-  optimizer holds it, and it never has a gradient; updates use the same gradients again; at least
-  four updates, and more than half, begin without the state that an optimizer before has left.
+  optimizer holds it, and it never has a gradient, or not in the last five updates that were seen;
+  updates use the same gradients again; at least four updates, and more than half, begin without
+  the state that an optimizer before has left.
 - Refuted by: an optimizer that holds the parameter on another rank (ZeRO-1) or steps later;
   an optimizer whose code does not name `grad`, such as a proximal step, a decay or a projection;
   optimizers that hold less than half of the values with gradients, as for LoRA or a new head whose
@@ -14,11 +16,17 @@ It also finds optimizers that are made anew for each update.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.analysis.correctness.faults import (
+    LEAST_STREAK,
+    Observed,
+    TrainingCheck,
+    TrainingFault,
+)
 from fsdp_inspect.formatting import format_unit, plural
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.correctness import CoverageSeen
+from fsdp_inspect.trace.correctness import CoverageSeen, StreakSeen
 
 _LEAST_UPDATES = 3
 _LEAST_WITHOUT_STATE = 4
@@ -37,7 +45,7 @@ def check_coverage(observed: Observed) -> Iterator[TrainingFault]:
             "to record, or the optimizer updates partitions."
         )
         return
-    for find in (_missing, _without, _repeated, _rebuilt):
+    for find in (_missing, _without, _no_longer, _repeated, _rebuilt):
         fault = find(observed, seen)
         if fault is not None:
             yield fault
@@ -81,27 +89,59 @@ def _missing(observed: Observed, seen: _Seen) -> TrainingFault | None:
 
 
 def _without(observed: Observed, seen: _Seen) -> TrainingFault | None:
-    units = observed.run.manifest.units
     wrong = set.intersection(*(set(each.units_without) for each in seen.values()))
     if wrong:  # a backward after the first updates may have reached them
         rows = observed.run.summary(ranks=[min(seen)], kinds=[EventKind.REDUCE_SCATTER])
         wrong -= set(rows.unit.tolist())
-    names = [format_unit(units[each].fqn) for each in sorted(wrong) if each < len(units)]
     optimizers = [one for rank in seen for one in observed.seen[rank].optimizers]
-    if not names or not any(one.num_with_gradient for one in optimizers):
+    if not any(one.num_with_gradient for one in optimizers):
+        return None
+    num = plural(seen[min(seen)].num_updates, "update")
+    return _cut(observed, seen, wrong, f"in the first {num}")
+
+
+def _no_longer(observed: Observed, seen: _Seen) -> TrainingFault | None:
+    """Units without a gradient in the last updates, which had some before."""
+    late = [each for rank in sorted(seen) if (each := observed.seen[rank].late) is not None]
+    streaks = {
+        int(index): first
+        for index, first in (late[0].units_without.items() if len(late) == len(seen) else ())
+        if all(_is_long(each.units_without.get(index, StreakSeen())) for each in late)
+    }
+    first = next(iter(streaks.values()), StreakSeen())
+    when = f"in {plural(first.number, 'update')} that were looked at from step {first.since} on"
+    fault = _cut(observed, seen, set(streaks), when)
+    if fault is None:
+        return None
+    return replace(
+        fault,
+        sentence=fault.sentence.replace("no gradient", "no gradient any more"),
+        why=f"{fault.why} Before, the optimizer had gradients of this part.",
+        change=f"{fault.change} If this part is meant to rest, ignore this.",
+        is_note=True,
+    )
+
+
+def _is_long(streak: StreakSeen) -> bool:
+    return streak.number >= LEAST_STREAK and streak.num_before >= _LEAST_UPDATES
+
+
+def _cut(observed: Observed, seen: _Seen, wrong: set[int], when: str) -> TrainingFault | None:
+    units = observed.run.manifest.units
+    names = [format_unit(units[each].fqn) for each in sorted(wrong) if each < len(units)]
+    if not names:
         return None
     more = f" and {plural(len(names) - 1, 'other unit')}" if len(names) > 1 else ""
     is_one = len(names) == 1
     verb, its, they, them = (
         ("runs", "its", "it", "it") if is_one else ("run", "their", "they", "them")
     )
-    num = plural(seen[min(seen)].num_updates, "update")
     return _fault(
         observed,
         seen,
         f"{plural(len(names), 'unit')} {'gets' if is_one else 'get'} no gradient.",
         f"{names[0]}{more} {verb} with a graph, an optimizer holds {its} parameters, and {they} "
-        f"had no gradient in the first {num}: the graph is cut after {them}.",
+        f"had no gradient {when}: the graph is cut after {them}.",
         "Look for detach(), .data, .item() or no_grad() between this unit and the loss. Freeze "
         "what should not be trained: requires_grad_(False).",
     )

@@ -12,6 +12,9 @@ DATA_DIMENSIONS = ("replicate", "shard", "dp", "data")
 """Dimensions of the mesh whose ranks split the data."""
 _WHOLE = frozenset({*DATA_DIMENSIONS, "world", "other", ""})
 
+LEAST_STREAK = 5
+"""The fewest looked-at updates in a row that show a mistake which began late."""
+
 
 class TrainingCheck(StrEnum):
     """The checks; the one whose fault makes most of the training useless first."""

@@ -11,7 +11,12 @@
 
 from collections.abc import Iterator
 
-from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.analysis.correctness.faults import (
+    LEAST_STREAK,
+    Observed,
+    TrainingCheck,
+    TrainingFault,
+)
 from fsdp_inspect.formatting import plural
 
 CLEAR = "Call optimizer.zero_grad() once in each step, after the update."
@@ -43,7 +48,7 @@ _WORDINGS = (
         "ended. If the parameters are meant to stay, ignore this.",
     ),
 )
-_LEAST = {"unused": 5, "kept": 5, "idle": 50}
+_LEAST = {"unused": LEAST_STREAK, "kept": LEAST_STREAK, "idle": 50}
 """The updates of a streak: a schedule that ends with the training has few at rate 0."""
 _LEAST_BEFORE = 3
 
