@@ -314,7 +314,8 @@ def find_coincidences(
         yield from _collections(other, *_slices(other, sides), change, f" of rank {other.rank}")
     for rank in (member.rank, *(other.rank for other in late)):
         of_rank = "" if rank == member.rank else f" of rank {rank}"
-        yield from _samples(run, rank, sides, of_rank)
+        yield from _batches(run, rank, sides, of_rank)
+        yield from _samples(run, rank, sides, change, of_rank)
         yield from _retries(run, rank, int(sides[1][0]), of_rank)
     yield from _between(member, after)
 
@@ -420,7 +421,22 @@ def _own_work(other: RankSteps, sides: _Sides, change: float) -> Iterator[str]:
 # --- samples and counters
 
 
-def _samples(run: RunSource, rank: int, sides: _Sides, of_rank: str) -> Iterator[str]:
+def _batches(run: RunSource, rank: int, sides: _Sides, of_rank: str) -> Iterator[str]:
+    """The tokens or samples of a step, which detailed steps know."""
+    work = next((each.host_work for each in run.ranks if each.rank == rank), None)
+    batches = [] if work is None else work.batches
+    of_sides = [[each for each in batches if each.step in {*side.tolist()}] for side in sides]
+    if not all(of_sides) or len({each.is_tokens for side in of_sides for each in side}) > 1:
+        return
+    was, now = (float(np.median([each.size for each in side])) for side in of_sides)
+    if was > 0 and abs(now / was - 1) >= _LEAST_SHARE:
+        word = "tokens" if of_sides[0][0].is_tokens else "samples"
+        yield f"{word} of a step{of_rank}: {was:,.0f} to {now:,.0f}"
+
+
+def _samples(
+    run: RunSource, rank: int, sides: _Sides, change: float, of_rank: str
+) -> Iterator[str]:
     """Readings of the device, the process and the host whose level changed."""
     events = run.events(rank, kinds=[EventKind.STEP])
     steps = [events.where(np.isin(events.step, side)) for side in sides]
@@ -431,7 +447,7 @@ def _samples(run: RunSource, rank: int, sides: _Sides, of_rank: str) -> Iterator
     spans = [
         devices.where((devices.time_ns >= low) & (devices.time_ns < high)) for low, high in windows
     ]
-    yield from _rates(spans, of_rank)
+    yield from _rates(spans, change, of_rank)
     yield from _levels(spans, of_rank)
     yield from _clock_limits(spans, of_rank)
     saves = [_saving_ratio(run, rank, window) for window in windows]
@@ -440,12 +456,14 @@ def _samples(run: RunSource, rank: int, sides: _Sides, of_rank: str) -> Iterator
         yield f"checkpoint written in the background{of_rank}: {was} to {now} of the time"
 
 
-def _rates(spans: Sequence[DeviceTable], of_rank: str) -> Iterator[str]:
+def _rates(spans: Sequence[DeviceTable], change: float, of_rank: str) -> Iterator[str]:
+    """What costs time, if it changed as the step time did."""
+    sign = 1 if change > 0 else -1
     was, now = (_rate(span.run_delay_ns, span.time_ns) for span in spans)
-    if was is not None and now is not None and abs(now - was) >= _LEAST_SHARE:
+    if was is not None and now is not None and sign * (now - was) >= _LEAST_SHARE:
         yield f"wait for a core{of_rank}: {format_ratio(was)} to {format_ratio(now)} of the time"
     was, now = (_rate(span.major_faults, span.time_ns) for span in spans)
-    if was is not None and now is not None and abs(now - was) * 1e9 >= _LEAST_FAULTS:
+    if was is not None and now is not None and sign * (now - was) * 1e9 >= _LEAST_FAULTS:
         levels = f"{was * 1e9:,.0f} to {now * 1e9:,.0f}"
         yield f"pages that the process{of_rank} reads from a disk: {levels} a second"
 

@@ -57,13 +57,16 @@ _MOST_PARTS = 16
 _COMPARED_STEPS = 1000
 """The newest steps that give the cost of detail."""
 _DECIDE_EVERY_S = 10.0
-_TRIGGERED_STEPS = BLOCK
 _PROFILED_STEPS = 3
 """The steps that a request of the dashboard profiles."""
 _TRIGGER_EVERY = 200
 """The shortest distance of detailed blocks that an unusual step triggers."""
 _SLOW_FACTOR = 2.0
 _NUM_USUAL = 20
+_LASTING_FACTOR = 1.2
+"""The change of the median of so many plain steps that lasts."""
+_LASTING_EVERY = 100
+"""The shortest distance of the detailed blocks that it triggers."""
 _WRITER = "fsdp-inspect-writer"
 _OWN_THREADS = "fsdp-inspect"
 
@@ -183,10 +186,15 @@ class OverheadControl:
         """Step, step time in ns, and whether it was detailed."""
         self._recent: deque[int] = deque(maxlen=_NUM_USUAL)
         """The times of the last usual steps, ns."""
+        self._recent_plain: deque[int] = deque(maxlen=_NUM_USUAL)
+        """Those of the last usual plain steps."""
         self._num_detailed = self._num_steps = 0
         self._num_read = 0
-        self._asked_at = -_TRIGGER_EVERY
-        self._is_asked = False
+        self._level = 0
+        """The median of these after the last lasting change, ns."""
+        self._asked_at = self._changed_at = -_TRIGGER_EVERY
+        self._asked_steps = 0
+        """The detailed steps to publish."""
         self._num_issued = self._num_in_step = 0
         self._timed_plain = 0
         self._begun_ns, self._decided_ns = time.perf_counter_ns(), 0
@@ -225,7 +233,7 @@ class OverheadControl:
                 break
             self._boundaries.popleft()
             if is_usual:
-                self._look(number, times[1] - times[0])
+                self._look(number, times[1] - times[0], is_detailed=detailed)
                 self._steps.append((number, times[1] - times[0], detailed))
             else:
                 self.ask(number)
@@ -239,17 +247,28 @@ class OverheadControl:
             self._num_in_step = count
             self.ask(step)
 
-    def _look(self, step: int, time_ns: int) -> None:
-        """Ask for detail after a step far above the usual."""
+    def _look(self, step: int, time_ns: int, *, is_detailed: bool) -> None:
+        """Ask for detail after a step far above the usual, or once plain steps have changed."""
         recent = sorted(self._recent)
+        self._recent.append(time_ns)
         if len(recent) == _NUM_USUAL and time_ns > _SLOW_FACTOR * recent[_NUM_USUAL // 2]:
             self.ask(step)
-        self._recent.append(time_ns)
+        if is_detailed:
+            return
+        self._recent_plain.append(time_ns)
+        usual = sorted(self._recent_plain)[len(self._recent_plain) // 2]
+        if len(self._recent_plain) < _NUM_USUAL:
+            self._level = usual
+        elif max(usual, self._level) > _LASTING_FACTOR * min(usual, self._level):
+            self._level = usual
+            if step - self._changed_at >= _LASTING_EVERY:
+                # The causes of a lasting change need as many detailed steps on each side.
+                self._changed_at, self._asked_steps = step, 2 * BLOCK
 
     def ask(self, step: int) -> None:
         """Ask for a block of detail after an unusual step."""
         if step - self._asked_at >= _TRIGGER_EVERY:
-            self._asked_at, self._is_asked = step, True
+            self._asked_at, self._asked_steps = step, max(self._asked_steps, BLOCK)
 
     # --- the watchdog's thread
 
@@ -296,9 +315,11 @@ class OverheadControl:
         ahead = step + max(2 * BLOCK, math.ceil(_AHEAD_S / step_s))
         if _takes(self._profile_request):
             news.append(("profile", ahead, ahead + _PROFILED_STEPS - 1))
-        if _takes(self._request) or self._is_asked:
-            self._is_asked = False
-            news.append(("window", ahead, ahead + _TRIGGERED_STEPS - 1))
+        asked, self._asked_steps = self._asked_steps, 0
+        if _takes(self._request):
+            asked = max(asked, BLOCK)
+        if asked:
+            news.append(("window", ahead, ahead + asked - 1))
         is_time = time.perf_counter_ns() - self._decided_ns >= _DECIDE_EVERY_S * 1e9
         if step > self.schedule.last_begin and is_time:
             self._decided_ns = time.perf_counter_ns()

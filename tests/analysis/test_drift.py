@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fsdp_inspect.analysis.drift import find_change_points, measure_drift
 from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.host_work import BatchWork, HostActivity
 from fsdp_inspect.trace.tables import DeviceTable
 from tests.builders import InMemoryRun, RunBuilder
 
@@ -137,6 +140,31 @@ def test_samples_and_evaluations_are_stated_as_coincidence():
         "GPU clock: 1980 MHz to 1200 MHz",
         "evaluation or checkpoint before step 50",
     )
+
+
+def test_the_tokens_of_both_sides_are_stated():
+    batches = [
+        BatchWork(step=step, size=256 if step < CHANGE else 512, is_tokens=True)
+        for step in range(0, STEPS, 9)
+    ]
+    run = changing_run(data=True)
+    work = {"host_work": HostActivity(batches=batches)}
+    run = replace(run, ranks=[each.model_copy(update=work) for each in run.ranks])
+    (change,) = measure_drift(run).changes
+    assert change.coincident == ("tokens of a step: 256 to 512",)
+
+
+def test_what_costs_less_time_than_before_is_not_beside_a_slowdown():
+    row = dict.fromkeys(DeviceTable.DTYPES, -1)
+    table = DeviceTable.from_rows(
+        [
+            {**row, "time_ns": time, "run_delay_ns": min(time, 5000)}
+            for time in range(0, 12_500, 100)
+        ]
+    )
+    run = changing_run(data=True, device_tables={0: table, 1: table})
+    (change,) = measure_drift(run).changes
+    assert change.coincident == ()
 
 
 def test_what_the_samples_of_a_late_rank_show_is_stated():

@@ -73,7 +73,7 @@ class Job:
         self, controls: list[Any], *, cost: float, noise: float = 0.0, seed: int = 0
     ) -> None:
         self.controls, self.store = controls, Store()
-        self.cost, self.noise = cost, noise
+        self.cost, self.noise, self.cost_of_all = cost, noise, 1.0
         self.random = np.random.default_rng(seed)
         self.chosen: list[list[bool]] = [[] for _ in controls]
         self.clock_ns = 0
@@ -81,7 +81,7 @@ class Job:
     def run(self, steps: int, *, slow: frozenset[int] = frozenset()) -> None:
         for step in range(len(self.chosen[0]), len(self.chosen[0]) + steps):
             wanted = [control.choose(step, needs_detail=False) for control in self.controls]
-            time_ns = STEP_NS * (1 + self.cost * any(wanted))
+            time_ns = STEP_NS * self.cost_of_all * (1 + self.cost * any(wanted))
             time_ns *= 1 + self.noise * abs(self.random.standard_normal()) + 4 * (step in slow)
             start, self.clock_ns = self.clock_ns, self.clock_ns + round(time_ns)
             for control, chosen, seen in zip(self.controls, wanted, self.chosen, strict=True):
@@ -188,6 +188,22 @@ def test_a_slow_step_asks_for_detail_soon_and_not_too_often(tmp_path: Path) -> N
     ]
     assert 1 <= len(added) <= BLOCK
     assert 2150 < added[0] <= 2150 + 100 + 300 + BLOCK
+
+
+def test_a_lasting_change_asks_once_for_as_much_detail_as_its_causes_need(tmp_path: Path) -> None:
+    usual, job = (Job([_control(tmp_path)], cost=0.05, noise=0.02) for _ in range(2))
+    for each in (usual, job):
+        each.run(2000)
+    usual.run(1000)
+    job.cost_of_all = 1.5
+    job.run(1000)
+    added = [
+        step
+        for step, (before, now) in enumerate(zip(usual.chosen[0], job.chosen[0], strict=True))
+        if now and not before and step < 2500
+    ]
+    assert 2010 < added[0] <= added[-1] < added[0] + 2 * BLOCK
+    assert all(job.chosen[0][added[0] : added[0] + 2 * BLOCK])
 
 
 def test_another_number_of_collectives_asks_for_detail(tmp_path: Path) -> None:
