@@ -135,7 +135,7 @@ def _measure_drift(run: RunSource) -> Drift:
     member = replace(member, step_time_ns=times)
     edges = [0, *find_change_points(times), len(times)]
     changes = tuple(
-        _describe(run, member, slice(low, at), slice(at, high))
+        _describe(run, member, is_plain, slice(low, at), slice(at, high))
         for low, at, high in zip(edges, edges[1:-1], edges[2:], strict=False)
     )
     is_long_enough = len(times) >= 2 * _BLOCKS_PER_SIDE * _STEPS_PER_BLOCK
@@ -214,16 +214,28 @@ def _is_change(before: NDArray[np.float64], after: NDArray[np.float64], rule: Ch
     return max(higher, 1 - higher) >= _LEAST_SEPARATION
 
 
-def _describe(run: RunSource, member: RankSteps, before: slice, after: slice) -> ChangePoint:
+def _describe(
+    run: RunSource, member: RankSteps, is_plain: NDArray[np.bool_], before: slice, after: slice
+) -> ChangePoint:
     was, now = (round(float(np.median(member.step_time_ns[side]))) for side in (before, after))
+    detailed = _find_detailed(run, member, before, after)
+    sides = member.steps[before], member.steps[after]
+    others = [] if detailed else list(_parts_of_others(run, member, sides, now - was))
+    plain = tuple(np.flatnonzero(is_plain[side]) + side.start for side in (before, after))
+    if detailed:
+        accounts = _parts(*detailed, now - was, PARTS_OF_STEP)
+    elif others or min(map(len, plain)) < _STEPS_PER_BLOCK:
+        accounts = _parts(member, before, after, now - was, [StepPart.DATA])
+    else:
+        accounts = _parts(member, *plain, now - was, _PLAIN_PARTS, has_waits=True)
     return ChangePoint(
         step=int(member.steps[after.start]),
         before_ns=was,
         after_ns=now,
         change_ratio=now / was - 1,
-        accounted_by=tuple(find_accounts(run, member, before, after)),
-        coincident=tuple(find_coincidences(run, member, before, after)),
-        are_parts_known=_find_detailed(run, member, before, after) is not None,
+        accounted_by=(*accounts, *_collected(member, before, after, now - was)),
+        coincident=(*others, *_find_coincidences(run, member, detailed, before, after)),
+        are_parts_known=detailed is not None,
     )
 
 
@@ -235,6 +247,8 @@ def _describe(run: RunSource, member: RankSteps, before: slice, after: slice) ->
 # least 20% of the change are late ranks. The samples of the median rank and of the late ranks are
 # compared, so a slower GPU of another rank is named.
 
+_PLAIN_PARTS = tuple(part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES)
+"""The parts that plain steps have; each contains the waits for collectives in it."""
 _ACCOUNTS = (0.8, 1.2)
 """Range of part change / step time change in which a part accounts for the change."""
 _LEAST_PART = 0.2
@@ -258,29 +272,12 @@ _CLOCK_LIMITS = {"heat": 0x20 | 0x40, "power": 0x04 | 0x80, "a hardware slowdown
 """Bits of `nvmlClocksEventReason`, by the limit that they report."""
 
 
-def find_accounts(run: RunSource, member: RankSteps, before: slice, after: slice) -> Iterator[str]:
-    """Find the parts that account for a change of the step time. See [Note: Coincidence].
-
-    Args:
-        run: A recorded run.
-        member: The usual steps of the median rank.
-        before: The positions of its steps before the change.
-        after: The positions of its steps after the change.
-    """
-    change = _change(member.step_time_ns, before, after)
-    detailed = _find_detailed(run, member, before, after)
-    if detailed is None:
-        yield from _parts(member, before, after, change, [StepPart.DATA])
-    else:
-        yield from _parts(*detailed, change, PARTS_OF_STEP)
-    was, now = (_collected_ns(member, side) for side in (before, after))
-    if _is_account(now - was, change):
-        yield f"garbage collection: {format_ns(was)} to {format_ns(now)}"
+_Detailed = tuple[RankSteps, slice, slice]
 
 
 def _find_detailed(
     run: RunSource, member: RankSteps, before: slice, after: slice
-) -> tuple[RankSteps, slice, slice] | None:
+) -> _Detailed | None:
     """The detailed steps of both sides; None: they are too few, or do not show the change."""
     change = _change(member.step_time_ns, before, after)
     timed = timed_ranks(run).median or member
@@ -290,22 +287,12 @@ def _find_detailed(
     return (timed, *sides) if shows else None
 
 
-def find_coincidences(
-    run: RunSource, member: RankSteps, before: slice, after: slice
+def _find_coincidences(
+    run: RunSource, member: RankSteps, detailed: _Detailed | None, before: slice, after: slice
 ) -> Iterator[str]:
-    """Find the other changes at the same step, those of late ranks first.
-
-    Args:
-        run: A recorded run.
-        member: The usual steps of the median rank.
-        before: The positions of its steps before the change.
-        after: The positions of its steps after the change.
-    """
+    """Find the other changes at the same step, those of late ranks first."""
     change = _change(member.step_time_ns, before, after)
     sides = member.steps[before], member.steps[after]
-    detailed = _find_detailed(run, member, before, after)
-    if detailed is None:
-        yield from _data_of_others(run, member, sides, change)
     late = [] if detailed is None else _late_ranks(run, detailed[0], sides, change)
     for other in late:
         yield from _own_work(other, sides, change)
@@ -326,20 +313,39 @@ def _is_account(difference: float, change: float) -> bool:
 
 
 def _parts(
-    member: RankSteps, before: slice, after: slice, change: float, parts: Sequence[StepPart]
+    member: RankSteps,
+    before: slice | NDArray[np.int64],
+    after: slice | NDArray[np.int64],
+    change: float,
+    parts: Sequence[StepPart],
+    *,
+    has_waits: bool = False,
 ) -> Iterator[str]:
-    for part in parts:
-        values = member.per_step(part)
+    """The parts that account for a change; if none does, forward and backward together."""
+    compute = [part for part in parts if part in (StepPart.FORWARD, StepPart.BACKWARD)]
+    is_found = False
+    for each in [*([part] for part in parts), compute]:
+        values = member.per_step(*each)
         was, now = _median_ns(values[before]), _median_ns(values[after])
-        if _is_account(now - was, change):
-            label = find_metric(f"{part.label}_ns").label
-            yield f"{label}: {format_ns(was)} to {format_ns(now)}"
+        if each and not (is_found and each is compute) and _is_account(now - was, change):
+            is_found = True
+            label = " and ".join(find_metric(f"{part.label}_ns").label for part in each)
+            waits = f" with {'its' if len(each) == 1 else 'their'} waits"
+            waits = waits if has_waits and each != [StepPart.DATA] else ""
+            yield f"{label}{waits}: {format_ns(was)} to {format_ns(now)}"
 
 
 def _collected_ns(member: RankSteps, side: slice) -> int:
     """The mean time of garbage collections per step, because not every step collects."""
     values = member.per_step(EventKind.GARBAGE_COLLECTION)[side]
     return round(float(values.mean())) if len(values) else 0
+
+
+def _collected(member: RankSteps, before: slice, after: slice, change: float) -> Iterator[str]:
+    """Garbage collections, if they account for the change."""
+    was, now = (_collected_ns(member, side) for side in (before, after))
+    if _is_account(now - was, change):
+        yield f"garbage collection: {format_ns(was)} to {format_ns(now)}"
 
 
 def _collections(
@@ -368,23 +374,25 @@ def _late_ranks(run: RunSource, member: RankSteps, sides: _Sides, change: float)
     return sorted(late, key=lambda other: -parts[other.rank])[:_MOST_LATE_RANKS]
 
 
-def _data_of_others(
+def _parts_of_others(
     run: RunSource, member: RankSteps, sides: _Sides, change: float
 ) -> Iterator[str]:
-    """The data of other ranks, which plain steps have, if it changed as the step time did.
+    """The parts of other ranks, which plain steps have, if they changed as the step time did.
 
-    A few steps of each side show it: a summary has rows for each rank.
+    A few steps of each side show it: a summary has rows for each rank. Forward and backward are
+    left out, because they contain the waits for a late rank.
     """
     few = [side[:: len(side) // _STEPS_OF_OTHERS + 1] for side in sides]
-    rows = run.summary(kinds=[StepPart.DATA], steps=np.concatenate(few).tolist())
-    found = []
-    for rank in np.unique(rows.rank[rows.rank != member.rank]).tolist():
-        own = rows.where(rows.rank == rank)
-        was, now = (_median_ns(sum_per_step(own.step, own.duration_ns, side)) for side in few)
-        if _is_account(now - was, change):
-            found.append((was - now, f"data of rank {rank}: {format_ns(was)} to {format_ns(now)}"))
-    for _, sentence in sorted(found)[:_MOST_LATE_RANKS]:
-        yield sentence
+    for part, words in (StepPart.DATA, "data"), (StepPart.OTHER, "other, with its waits,"):
+        rows = run.summary(kinds=[part], steps=np.concatenate(few).tolist())
+        found = {}
+        for rank in np.unique(rows.rank).tolist():
+            own = rows.where(rows.rank == rank)
+            was, now = (_median_ns(sum_per_step(own.step, own.duration_ns, side)) for side in few)
+            if _is_account(now - was, change):
+                found[rank] = f"{words} of rank {rank}: {format_ns(was)} to {format_ns(now)}"
+        if member.rank not in found:
+            yield from list(found.values())[:_MOST_LATE_RANKS]
 
 
 def _own_change(member: RankSteps, sides: _Sides) -> int:

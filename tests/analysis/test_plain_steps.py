@@ -32,19 +32,20 @@ def is_plain(step: int) -> bool:
 
 
 def run_of(
-    times_ms: np.ndarray, *, data: bool = False, late_data: bool = False, **run: object
+    times_ms: np.ndarray, *, data: float = 0.0, late_data: bool = False, **run: object
 ) -> InMemoryRun:
     """Two ranks; a detailed step waits 10 ms.
 
-    `data`: each step waits for what exceeds 100 ms. `late_data`: only rank 1 waits for that.
+    `data`: the part of what exceeds 100 ms in which each step waits for data. `late_data`: rank 1
+    waits for all of it.
     """
     builder = RunBuilder(world_size=2)
     for number in (0, 1):
         rank, now = builder.rank(number), 0
         for step, time in enumerate((times_ms * 1e6).astype(np.int64).tolist()):
             rank.step(step, now, now + time, is_plain=is_plain(step))
-            if data or (late_data and number == 1):
-                rank.data(now, now + time - 100_000_000)
+            if waits := 1.0 if late_data and number == 1 else data:
+                rank.data(now, now + round(waits * (time - 100_000_000)))
             if not is_plain(step):
                 begin = now + time - 10_000_000
                 rank.all_gather("layers.0", begin, now + time, need=begin)
@@ -127,19 +128,20 @@ def test_a_comparison_and_a_gate_state_that_most_steps_are_longer():
     )
 
 
-def test_drift_uses_plain_steps_and_does_not_compare_their_waits():
+def test_drift_uses_plain_steps_and_their_parts_with_the_waits_in_them():
     (change,) = measure_drift(run_of(changing())).changes
     assert (change.step, change.before_ns, change.after_ns) == (CHANGE, 100_000_000, 200_000_000)
-    assert (change.accounted_by, change.are_parts_known) == ((), False)
+    assert change.accounted_by == ("other with its waits: 100 ms to 200 ms",)
+    assert not change.are_parts_known
 
 
 def test_data_accounts_for_a_change_that_only_plain_steps_have():
-    (change,) = measure_drift(run_of(changing(), data=True)).changes
+    (change,) = measure_drift(run_of(changing(), data=1.0)).changes
     assert change.accounted_by == ("data: 0 ns to 100 ms",)
 
 
 def test_data_of_another_rank_is_named_that_only_plain_steps_have():
-    (change,) = measure_drift(run_of(changing(), late_data=True)).changes
+    (change,) = measure_drift(run_of(changing(), late_data=1.0)).changes
     assert change.accounted_by == ()
     assert change.coincident == ("data of rank 1: 0 ns to 100 ms",)
 
@@ -155,7 +157,7 @@ def test_longer_plain_steps_may_have_a_straggler():
 
 def test_a_diagnosis_does_not_exclude_parts_that_plain_steps_lack():
     boxes = {rank: make_box([Call(0)], (0, 1)) for rank in (0, 1)}
-    found = diagnose(run_of(changing(), black_boxes=boxes))
+    found = diagnose(run_of(changing(), data=0.5, black_boxes=boxes))
     assert found.problem is ProblemClass.DRIFT
     assert describe_diagnosis(found).detail.endswith(
         "at step 70 and stayed slower: 100 ms to 200 ms. Too few detailed steps show which part of "
