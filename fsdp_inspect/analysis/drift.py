@@ -1,4 +1,4 @@
-"""Find lasting changes of the step time, and what changed with them.
+"""Find lasting changes of the step time, what changed with them, and rare long steps.
 
 [Note: Change points] The step times of the median rank (timed and plain steps, without what the
 detail costs) are reduced to medians of blocks of at least 5 steps. Binary segmentation proposes
@@ -8,7 +8,11 @@ least 10 blocks, the medians differ by at least 10%, and at least 97% of the pai
 sides differ in the same direction. Outliers therefore give no change point, and slow wandering
 rarely does.
 
-The last part of this file finds what changed with a change point.
+[Note: Long steps] A step is long if it takes at least twice the median between the change points
+around it. Long steps are stated if they are at least 3, at most one in five, and cost at least 5%
+of the time of all steps: a typical step shows nothing of them.
+
+The last part of this file finds what changed with a change point, or in long steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +35,7 @@ from fsdp_inspect.analysis.step_selection import (
 from fsdp_inspect.columns import TableSpec, number_column, text_column, value_column
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import MetricUnit, find_metric
-from fsdp_inspect.results import TableResult
+from fsdp_inspect.results import Result, TableResult
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, StepPart
 from fsdp_inspect.trace.host_work import LEAST_SWAP_BYTES
 from fsdp_inspect.trace.intervals import Intervals
@@ -43,6 +47,12 @@ _MOST_BLOCKS = 400
 _BLOCKS_PER_SIDE = 10
 _LEAST_CHANGE = 0.1
 _LEAST_SEPARATION = 0.97
+_LONG_RATIO = 2.0
+_FEWEST_LONG = 3
+_USUAL_PER_LONG = 5
+_LEAST_COST = 0.05
+_FEWEST_REGULAR = 4
+_LEAST_REGULAR = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,34 @@ class ChangePoint:
 
 
 @dataclass(frozen=True, slots=True)
+class LongSteps(Result):
+    """Rare steps that take far longer than usual. See [Note: Long steps]."""
+
+    steps: tuple[int, ...]
+    out_of: int
+    """The timed and plain steps."""
+    usual_ratio: float
+    """The median of the times of long steps / the usual time around them."""
+    cost_ratio: float
+    """What they take more than usual, as a part of the time of all steps."""
+    distance: int | None
+    """The number of steps from one to the next, of most of them; None: it varies."""
+    accounted_by: tuple[str, ...]
+    """The parts that are longer by the same time, one sentence each; or those of other ranks."""
+
+    @property
+    def sentence(self) -> str:
+        """What they cost."""
+        often = f", most of them every {self.distance} steps" if self.distance else ""
+        because = f" ({'; '.join(self.accounted_by)})" if self.accounted_by else ""
+        return (
+            f"{len(self.steps)} of {self.out_of} steps take {self.usual_ratio:.1f} times as long "
+            f"as usual{because}{often}. They cost {format_ratio(self.cost_ratio)} of the time of "
+            "all steps, and the typical step leaves them out."
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Drift(TableResult):
     """The change points of the step time of the median rank."""
 
@@ -93,6 +131,7 @@ class Drift(TableResult):
     """Whether the run has enough of them (100) for a change point."""
     changes: tuple[ChangePoint, ...]
     """The change points, by step."""
+    long_steps: LongSteps | None = None
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Changes of the step time",
@@ -139,7 +178,8 @@ def _measure_drift(run: RunSource) -> Drift:
         for low, at, high in zip(edges, edges[1:-1], edges[2:], strict=False)
     )
     is_long_enough = len(times) >= 2 * _BLOCKS_PER_SIDE * _STEPS_PER_BLOCK
-    return Drift(member.rank, len(times), is_long_enough=is_long_enough, changes=changes)
+    long_steps = _find_long_steps(run, member, is_plain, edges)
+    return Drift(member.rank, len(times), is_long_enough, changes, long_steps)
 
 
 def find_change_points(values: NDArray[np.integer], rule: ChangeRule = STEPS_RULE) -> list[int]:
@@ -221,13 +261,13 @@ def _describe(
     detailed = _find_detailed(run, member, before, after)
     sides = member.steps[before], member.steps[after]
     others = [] if detailed else list(_parts_of_others(run, member, sides, now - was))
-    plain = tuple(np.flatnonzero(is_plain[side]) + side.start for side in (before, after))
+    low, high = (np.flatnonzero(is_plain[side]) + side.start for side in (before, after))
     if detailed:
         accounts = _parts(*detailed, now - was, PARTS_OF_STEP)
-    elif others or min(map(len, plain)) < _STEPS_PER_BLOCK:
+    elif others or min(len(low), len(high)) < _STEPS_PER_BLOCK:
         accounts = _parts(member, before, after, now - was, [StepPart.DATA])
     else:
-        accounts = _parts(member, *plain, now - was, _PLAIN_PARTS, has_waits=True)
+        accounts = _parts(member, low, high, now - was, _PLAIN_PARTS, has_waits=True)
     return ChangePoint(
         step=int(member.steps[after.start]),
         before_ns=was,
@@ -237,6 +277,45 @@ def _describe(
         coincident=(*others, *_find_coincidences(run, member, detailed, before, after)),
         are_parts_known=detailed is not None,
     )
+
+
+def _find_long_steps(
+    run: RunSource, member: RankSteps, is_plain: NDArray[np.bool_], edges: Sequence[int]
+) -> LongSteps | None:
+    times = member.step_time_ns
+    usual = np.concatenate(
+        [np.full(high - low, _median_ns(times[low:high])) for low, high in pairwise(edges)]
+    )
+    is_long = times >= _LONG_RATIO * usual
+    extra = times - usual
+    cost = float(extra[is_long].sum() / times.sum()) if len(times) else 0.0
+    number = int(is_long.sum())
+    if number < _FEWEST_LONG or number > len(times) / _USUAL_PER_LONG or cost < _LEAST_COST:
+        return None
+    kind = is_plain if (is_long & is_plain).any() else ~is_plain
+    before, after = np.flatnonzero(kind & ~is_long), np.flatnonzero(kind & is_long)
+    change = _median_ns(extra[after])
+    sides = member.steps[before], member.steps[after]
+    parts = _PLAIN_PARTS if kind is is_plain else PARTS_OF_STEP
+    accounts = list(_parts_of_others(run, member, sides, change)) or list(
+        _parts(member, before, after, change, parts, has_waits=kind is is_plain)
+    )
+    return LongSteps(
+        steps=tuple(member.steps[is_long].tolist()),
+        out_of=len(times),
+        usual_ratio=float(np.median(times[is_long] / usual[is_long])),
+        cost_ratio=cost,
+        distance=_find_distance(member.steps[is_long]),
+        accounted_by=tuple(accounts),
+    )
+
+
+def _find_distance(steps: NDArray[np.int32]) -> int | None:
+    """The distance of most of at least four steps."""
+    values, counts = np.unique(np.diff(steps), return_counts=True)
+    distance, number = int(values[np.argmax(counts)]), int(counts.max())
+    is_regular = len(steps) >= _FEWEST_REGULAR and number >= _LEAST_REGULAR * (len(steps) - 1)
+    return distance if is_regular and distance > 1 else None
 
 
 # --- Find what changed at the same step as the step time.
@@ -322,16 +401,16 @@ def _parts(
     has_waits: bool = False,
 ) -> Iterator[str]:
     """The parts that account for a change; if none does, forward and backward together."""
-    compute = [part for part in parts if part in (StepPart.FORWARD, StepPart.BACKWARD)]
-    is_found = False
-    for each in [*([part] for part in parts), compute]:
-        values = member.per_step(*each)
+    both = [StepPart.FORWARD, StepPart.BACKWARD]
+    found = not {*both} <= {*parts}
+    for group in (*([part] for part in parts), both):
+        values = member.per_step(*group)
         was, now = _median_ns(values[before]), _median_ns(values[after])
-        if each and not (is_found and each is compute) and _is_account(now - was, change):
-            is_found = True
-            label = " and ".join(find_metric(f"{part.label}_ns").label for part in each)
-            waits = f" with {'its' if len(each) == 1 else 'their'} waits"
-            waits = waits if has_waits and each != [StepPart.DATA] else ""
+        if _is_account(now - was, change) and not (found and group is both):
+            found = True
+            waits = f" with {'its' if len(group) == 1 else 'their'} waits"
+            waits = waits if has_waits and group != [StepPart.DATA] else ""
+            label = " and ".join(find_metric(f"{part.label}_ns").label for part in group)
             yield f"{label}{waits}: {format_ns(was)} to {format_ns(now)}"
 
 

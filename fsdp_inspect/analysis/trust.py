@@ -22,6 +22,7 @@ import numpy as np
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
+from fsdp_inspect.analysis.drift import LongSteps, measure_drift
 from fsdp_inspect.analysis.memory.growth import find_growth
 from fsdp_inspect.analysis.plain_steps import OtherPlainSteps, find_other_plain_steps
 from fsdp_inspect.analysis.step_selection import inspected_rank, usual_steps
@@ -136,6 +137,8 @@ class Trust:
     """Whether the rank sends to others or receives from them in these steps."""
     other_plain_steps: OtherPlainSteps | None = None
     """None: plain and detailed steps do not differ clearly in time."""
+    long_steps: LongSteps | None = None
+    """Rare steps that cost time, which no typical step shows."""
 
     @property
     def run_delay_ratio(self) -> float:
@@ -152,7 +155,9 @@ class Trust:
     @property
     def caveat_beside_cores(self) -> str | None:
         """The same without missing cores, where a headline states these; None: nothing."""
-        return " ".join(filter(None, (self._paging_caveat, self.other_plain_steps_caveat))) or None
+        long_steps = None if self.long_steps is None else self.long_steps.sentence
+        found = (self._paging_caveat, self.other_plain_steps_caveat, long_steps)
+        return " ".join(filter(None, found)) or None
 
     @property
     def other_plain_steps_caveat(self) -> str | None:
@@ -418,6 +423,7 @@ def _measure_trust(run: RunSource) -> Trust:
         host_behind_ratio=_measure_host_behind(run),
         other_plain_steps=usual
         and find_other_plain_steps(usual[0].steps, usual[0].step_time_ns, usual[1]),
+        long_steps=measure_drift(run).long_steps,
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_inspect.analysis.correctness import TrainingFault, check_training
 from fsdp_inspect.analysis.correctness.precision import LOW_PRECISION, MOST_LOST_RATIO
-from fsdp_inspect.analysis.drift import ChangePoint, measure_drift
+from fsdp_inspect.analysis.drift import ChangePoint, LongSteps, measure_drift
 from fsdp_inspect.analysis.loss_spikes import LossSpike, find_loss_spikes
 from fsdp_inspect.analysis.numerics import Numerics, measure_numerics
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind, find_activity
@@ -191,6 +191,7 @@ class Diagnosis:
     loss_spikes: tuple[LossSpike, ...]
     """Spikes of the logged loss, by step."""
     drift: tuple[ChangePoint, ...]
+    long_steps: LongSteps | None
     """Lasting changes of the step time, by step."""
     grid: CollectiveGrid | None
     """The collectives of each rank around the difference or the wait; None without a black box."""
@@ -1161,6 +1162,7 @@ class _Case:
             numerics=self._numerics,
             loss_spikes=find_loss_spikes(self._run),
             drift=() if self._is_imported else measure_drift(self._run).changes,
+            long_steps=None if self._is_imported else measure_drift(self._run).long_steps,
             grid=None,
             stacks=group_stacks(self._dumps),
         )

@@ -166,6 +166,7 @@ def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:
         "missing_ranks": list(found.missing_ranks),
         "loss_spikes": [to_plain(each) for each in found.loss_spikes],
         "drift": [to_plain(each) for each in found.drift],
+        "long_steps": None if found.long_steps is None else to_plain(found.long_steps),
         "states": [_state_to_dict(state, found) for state in found.states],
         **pictures_to_dict(found),
         "out_of_memory": None
@@ -772,6 +773,8 @@ def _changes(found: Diagnosis) -> Iterator[str]:
             yield f"Step time: {describe_change(change)}"
         for words in change.coincident:
             yield f"At the same time as the change in step {change.step}: {words}."
+    if found.long_steps is not None:
+        yield found.long_steps.sentence
 
 
 def _common(found: Diagnosis) -> str:

@@ -278,6 +278,8 @@ def render_drift(drift: Drift) -> Iterator[Text]:
             yield Text(f"  accounted for by {sentence}")
         for sentence in change.coincident:
             yield Text(f"  at the same time: {sentence}")
+    if drift.long_steps is not None:
+        yield Text(drift.long_steps.sentence)
 
 
 def describe_change(change: ChangePoint) -> str:

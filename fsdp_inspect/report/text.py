@@ -273,7 +273,7 @@ def _sections(summary: Summary) -> Iterable[RenderableType]:
         yield from _contents(summary)
     if summary.step_time_ns is not None:
         yield from section(_numbers_title(summary), _numbers_table(summary))
-    if summary.drift is not None and summary.drift.changes:
+    if summary.drift is not None and (summary.drift.changes or summary.drift.long_steps):
         yield from section("Changes of the step time", *render_drift(summary.drift))
     if summary.exposed is not None:
         exposed = [owner for owner in summary.exposed.owners if owner.exposed_ns > 0]

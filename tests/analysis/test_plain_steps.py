@@ -175,3 +175,41 @@ def test_waits_are_scaled_by_number_where_plain_steps_differ():
     assert exposed_ns(run) == 179 * 10_000_000
     assert "all of them by their number. These figures describe" in measure_lifetime(run).notes[-1]
     assert "by their number" not in measure_lifetime(run_of(np.full(STEPS, 100.0))).notes[-1]
+
+
+def refilled(every: int, long_ms: float = 350.0, *, first: int = 25) -> np.ndarray:
+    times = np.full(STEPS, 100.0)
+    times[first::every] = long_ms
+    return times
+
+
+def test_rare_long_steps_are_counted_with_their_part_and_distance():
+    run = run_of(refilled(25), data=1.0)
+    drift = measure_drift(run)
+    assert drift.changes == ()
+    assert drift.long_steps.steps == (25, 50, 75, 100, 125, 150, 175)
+    assert drift.long_steps.cost_ratio == pytest.approx(7 * 250 / (180 * 100 + 7 * 250))
+    assert drift.long_steps.sentence == (
+        "7 of 180 steps take 3.5 times as long as usual (data: 0 ns to 250 ms), most of them every "
+        "25 steps. They cost 8.9% of the time of all steps, and the typical step leaves them out."
+    )
+    assert drift.long_steps.sentence in measure_summary(run).verdict.why
+
+
+def test_the_rank_whose_data_makes_steps_long_is_named():
+    found = measure_drift(run_of(refilled(25), late_data=True)).long_steps
+    assert found.accounted_by == ("data of rank 1: 0 ns to 250 ms",)
+
+
+def test_long_steps_around_a_change_are_compared_with_the_steps_beside_them():
+    times = changing(200.0)
+    times[[30, 50, 100, 130]] *= 5
+    found = measure_drift(run_of(times)).long_steps
+    assert (found.steps, found.usual_ratio, found.distance) == ((30, 50, 100, 130), 5.0, None)
+
+
+@pytest.mark.parametrize(
+    "times", [refilled(90), refilled(4), refilled(25, 190.0), refilled(25, 220.0)[:60], noise(0)]
+)
+def test_few_frequent_or_cheap_long_steps_are_not_stated(times):
+    assert measure_drift(run_of(times)).long_steps is None

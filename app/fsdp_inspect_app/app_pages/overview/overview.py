@@ -191,8 +191,10 @@ def _show_digest(entry: RunEntry, run: Run) -> None:
         ],
         border=False,
     )
-    if measured.other_plain_steps_caveat is not None:
-        show_note(plain(measured.other_plain_steps_caveat))
+    long_steps = None if measured.long_steps is None else measured.long_steps.sentence
+    for caveat in (measured.other_plain_steps_caveat, long_steps):
+        if caveat is not None:
+            show_note(plain(caveat))
 
 
 def _on(summary: Summary) -> str:
