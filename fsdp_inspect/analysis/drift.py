@@ -10,7 +10,8 @@ rarely does.
 
 [Note: Long steps] A step is long if it takes at least twice the median between the change points
 around it. Long steps are stated if they are at least 3, at most one in five, and cost at least 5%
-of the time of all steps: a typical step shows nothing of them.
+of the time of all steps: a typical step shows nothing of them. On a machine without free cores,
+these also make steps long, so the distance must be regular.
 
 The last part of this file finds what changed with a change point, or in long steps.
 """
@@ -292,6 +293,10 @@ def _find_long_steps(
     number = int(is_long.sum())
     if number < _FEWEST_LONG or number > len(times) / _USUAL_PER_LONG or cost < _LEAST_COST:
         return None
+    distance = _find_distance(member.steps[is_long])
+    devices = run.devices(member.rank)
+    if distance is None and (_rate(devices.run_delay_ns, devices.time_ns) or 0) > _LEAST_SHARE:
+        return None
     kind = is_plain if (is_long & is_plain).any() else ~is_plain
     before, after = np.flatnonzero(kind & ~is_long), np.flatnonzero(kind & is_long)
     change = _median_ns(extra[after])
@@ -305,7 +310,7 @@ def _find_long_steps(
         out_of=len(times),
         usual_ratio=float(np.median(times[is_long] / usual[is_long])),
         cost_ratio=cost,
-        distance=_find_distance(member.steps[is_long]),
+        distance=distance,
         accounted_by=tuple(accounts),
     )
 

@@ -15,6 +15,7 @@ from fsdp_inspect.diagnosis.diagnose import ProblemClass, diagnose
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.report.ranks_wording import describe_answer
 from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.tables import DeviceTable
 from tests.analysis.test_drift import noisy
 from tests.boxes import Call, make_box
 from tests.builders import InMemoryRun, RunBuilder
@@ -206,6 +207,15 @@ def test_long_steps_around_a_change_are_compared_with_the_steps_beside_them():
     times[[30, 50, 100, 130]] *= 5
     found = measure_drift(run_of(times)).long_steps
     assert (found.steps, found.usual_ratio, found.distance) == ((30, 50, 100, 130), 5.0, None)
+
+
+def test_irregular_long_steps_are_not_stated_where_cores_are_missing():
+    times = changing(200.0)
+    times[[30, 50, 100, 130]] *= 5
+    row = dict.fromkeys(DeviceTable.DTYPES, -1)
+    rows = [{**row, "time_ns": time, "run_delay_ns": time // 10} for time in range(0, 10**9, 10**8)]
+    table = DeviceTable.from_rows(rows)
+    assert measure_drift(run_of(times, device_tables={0: table, 1: table})).long_steps is None
 
 
 @pytest.mark.parametrize(

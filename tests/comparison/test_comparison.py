@@ -1,5 +1,6 @@
 """Comparisons of two runs, repeats and several sides, and their allowed conclusions."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,46 @@ def repeats(durations, **manifest):
 
 def metric_of(comparison, name="step_time_ns"):
     return next(metric for metric in comparison.metrics if metric.name == name)
+
+
+def run_with_losses(losses, **manifest):
+    builder = RunBuilder(world_size=2, **manifest)
+    rank = builder.rank(0)
+    for step, loss in enumerate(losses):
+        rank.step(step, 100 * step, 100 * step + 100)
+        rank.loss(loss)
+    return builder.build()
+
+
+@pytest.mark.parametrize(
+    ("losses", "end"),
+    [
+        ([5.0] * 4 + [1.0] * 16, None),
+        ([1.0] * 10 + [1.04] * 10, None),
+        ([5.0] * 20, "5"),
+        ([1.0] * 19 + [math.nan], "values that are not finite"),
+    ],
+)
+def test_losses_that_end_at_another_level_are_stated(losses, end):
+    first, other = run_with_losses([1.0] * 30, run_id="x"), run_with_losses(losses, run_id="y")
+    caveats = compare_runs(first, other).caveats
+    assert caveats == (
+        ()
+        if end is None
+        else (
+            f"loss ends at 1 in A and {end} in B (median of 9 values, the last at step 19). This "
+            "comparison does not show why.",
+        )
+    )
+    assert compare_runs(other, other).caveats == ()
+
+
+def test_repeats_whose_losses_lie_around_those_of_the_other_side_do_not_differ():
+    low, high = (run_with_losses([loss] * 20, git_commit="old") for loss in (1.0, 2.0))
+    between, above = (run_with_losses([loss] * 20, git_commit="new") for loss in (1.5, 3.0))
+    assert compare_runs([low, high], between).caveats == ()
+    [caveat] = compare_runs([low, high], above).caveats
+    assert caveat.startswith("loss ends at 1.5 in A and 3 in B (median of 9 values")
 
 
 def test_two_runs_are_two_sides_and_the_first_is_the_reference():
