@@ -5,12 +5,9 @@ has the settings first, then the cost by unit and by category of memory. `compar
 times, because the steps of one process are not independent. Warm-up and memory steps are left out.
 """
 
-import math
-import statistics
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdp_inspect.analysis.scalars import ScalarSeries
 from fsdp_inspect.comparison.conclusions import (
     Conclusion,
     ConclusionEvidence,
@@ -33,20 +30,15 @@ from fsdp_inspect.comparison.differences import (
     compare_units,
 )
 from fsdp_inspect.comparison.increases import LineChange, compare_lines
+from fsdp_inspect.comparison.losses import LossesOfSide, compare_losses
 from fsdp_inspect.comparison.settings import (
     SettingDifference,
     compare_settings,
     find_comparison_caveats,
 )
 from fsdp_inspect.comparison.sides import MeasuredSide, form_sides
-from fsdp_inspect.formatting import plural
 from fsdp_inspect.results import Result
 from fsdp_inspect.trace.run import RunSource
-
-_LOSSES_OF_LEVEL = 9
-_FEWEST_LOSSES = 3
-_LEAST_OTHER_LOSS = 0.05
-"""The smallest relative difference of all levels of two sides that is stated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +148,7 @@ def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
         sides=tuple(_describe(side) for side in sides),
         caveats=(
             *find_comparison_caveats(manifests, labels),
-            *(words for side in sides[1:] for words in _compare_losses(sides[0], side)),
+            *_find_other_losses(sides),
             *_find_run_caveats(sides),
         ),
         settings=evidence.settings,
@@ -194,36 +186,10 @@ def _describe(side: MeasuredSide) -> Side:
     )
 
 
-def _compare_losses(first: MeasuredSide, other: MeasuredSide) -> Iterator[str]:
-    """State that the logged losses end at other levels, in the steps that all runs logged."""
-    series = [[run.loss for run in side.runs if run.loss is not None] for side in (first, other)]
-    names = {each.name for side in series for each in side}
-    if not all(series) or len(names) > 1:
-        return
-    common = sorted(set.intersection(*({*each.steps} for side in series for each in side)))
-    steps = {*common[-_LOSSES_OF_LEVEL:]}
-    if len(steps) < _FEWEST_LOSSES:
-        return
-    levels = [sorted(_level_of(each, steps) for each in side) for side in series]
-    (was, now), (low, high) = map(statistics.median, levels), sorted(levels)
-    least = _LEAST_OTHER_LOSS * max(abs(was), abs(now))
-    if was == now or (math.isfinite(least) and high[0] - low[-1] <= least):
-        return
-    yield (
-        f"{names.pop()} ends at {_level(was)} in {first.label} and {_level(now)} in {other.label} "
-        f"(median of {plural(len(steps), 'value')}, the last at step {common[-1]}). This "
-        "comparison does not show why."
-    )
-
-
-def _level(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "values that are not finite"
-
-
-def _level_of(loss: ScalarSeries, steps: Collection[int]) -> float:
-    """The median of the values of some steps; infinite if one is not finite."""
-    values = [value for step, value in zip(loss.steps, loss.values, strict=True) if step in steps]
-    return statistics.median(values) if all(map(math.isfinite, values)) else math.inf
+def _find_other_losses(sides: Sequence[MeasuredSide]) -> Iterator[str]:
+    first, *others = (LossesOfSide(side.label, [run.loss for run in side.runs]) for side in sides)
+    for other in others:
+        yield from compare_losses(first, other)
 
 
 def _find_run_caveats(sides: Sequence[MeasuredSide]) -> Iterator[str]:

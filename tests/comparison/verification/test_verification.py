@@ -17,14 +17,15 @@ UNITS = ("layers.0", "layers.1")
 PLAN = Plan(units=tuple(UnitPlan(modules=(name,)) for name in UNITS)).to_dict()
 
 
-def run_of(run_id: str, *, compute: int, waiting: int) -> InMemoryRun:
-    """Three steps, each with a forward and a backward of `compute` ms together."""
+def run_of(run_id: str, *, compute: int, waiting: int, loss: float = 1.0) -> InMemoryRun:
+    """Three steps with a loss, each with a forward and a backward of `compute` ms together."""
     builder = RunBuilder(UNITS, run_id=run_id, plan=PLAN)
     rank = builder.rank(0)
     length, half = (compute + waiting) * MS, compute * MS // 2
     for number in range(3):
         at = number * length
         rank.step(number, at, at + length)
+        rank.loss(loss)
         rank.all_gather("layers.0", at, at + waiting * MS, need=at)
         rank.forward("layers.0", at + waiting * MS, at + waiting * MS + half)
         rank.backward("layers.0", at + waiting * MS + half, at + length)
@@ -45,6 +46,15 @@ def test_a_prediction_that_came_true_held_with_the_compute_of_the_baseline():
     assert (held.ruling, held.compute_change, held.caveats) == (
         Ruling.HELD, 0.0, ("Memory is not predicted: the baseline has no memory step.",),
     )  # fmt: skip
+
+
+def test_a_plan_that_changes_the_loss_is_not_only_faster():
+    harmful = verified(run_of("after", compute=70, waiting=10, loss=3.0))
+    assert harmful.ruling is Ruling.HELD
+    assert harmful.caveats[-1] == (
+        "loss ends at 1 in the baseline and 3 in the run (median of 3 values, the last at step 2). "
+        "This comparison does not show why."
+    )
 
 
 def test_a_busier_machine_is_told_from_a_wrong_prediction():
