@@ -52,7 +52,13 @@ _RAISED_BY_MODEL: Mapping[str, Collection[str]] = {
     "attention": _COMPUTED,
     "loss_dtype": _COMPUTED,
     "gradient_sync": _REDUCED,
+    "backwards": _REDUCED,
 }
+_PARTS_OF_MODEL: Mapping[str, Collection[str]] = {
+    "gradient_sync": _WAITS_OF_REDUCTION,
+    "backwards": tuple(name for name in _ANY_PART if name != "optimizer"),
+}
+"""The parts of the step that they can lengthen, if not forward and backward."""
 _WORDS_OF_BATCH = ("batch", "seq", "length", "tokens")
 _WORDS_OF_LENGTH = ("seq", "length", "dim")
 """Attention and weights can grow with the square of these settings."""
@@ -405,7 +411,7 @@ def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterat
             difference.group == "model" and name in _RAISED_BY_MODEL and _can_raise(name, old, new)
         ):
             most_of = _next_to_the_loss(after) if name == "loss_dtype" else None
-            parts = _WAITS_OF_REDUCTION if name == "gradient_sync" else _COMPUTE
+            parts = _PARTS_OF_MODEL.get(name, _COMPUTE)
             yield _Cause(sentence, _RAISED_BY_MODEL[name], parts, most_of=most_of)
 
 
@@ -484,6 +490,8 @@ def _can_raise(name: str, old: object, new: object) -> bool:
     if name == "dropout":  # another probability drops equally many values
         counts = [sum(map(int, _COUNT_OF_MODULES.findall(str(value)))) for value in (old, new)]
         return counts[1] > counts[0]
+    if name == "backwards":
+        return int(str(new).split()[0]) > int(str(old).split()[0])
     if name == "loss_dtype":
         return ITEMSIZE.get(str(new), 0) >= ITEMSIZE.get(str(old), 0)
     return True

@@ -29,7 +29,7 @@ from fsdp_inspect.comparison.increases import (
     moved_by,
 )
 from fsdp_inspect.comparison.noise import CONFIDENCE, PROCESS_NOISE_RATIO, Judgement, NoiseVerdict
-from fsdp_inspect.comparison.settings import SettingDifference
+from fsdp_inspect.comparison.settings import SCRIPT, SettingDifference
 from fsdp_inspect.comparison.sides import MeasuredRun
 from fsdp_inspect.formatting import (
     format_bytes,
@@ -472,8 +472,13 @@ def _phrase_settings(
         are_causes_known: Whether a setting was named that can have this effect.
     """
     differing = [setting for setting in settings if setting.values[0] != setting.values[other]]
-    names = list(dict.fromkeys(setting.name for setting in differing))
-    if not names:
+    names = list(dict.fromkeys(each.name for each in differing if each.name != SCRIPT))
+    scripts = [setting for setting in differing if setting.name == SCRIPT]
+    if scripts:
+        was, now = scripts[0].values[0], scripts[0].values[other]
+        also = f" Settings also differ: {listed(names, _MOST_SETTINGS)}." if names else ""
+        yield f"The scripts differ ({was} and {now}), and what they do is not recorded.{also}"
+    elif not names:
         noise = "" if is_certain else "the difference is noise, or "
         yield f"All recorded settings are the same: {noise}no recorded setting explains it."
     elif len(names) == 1:

@@ -6,6 +6,8 @@ unit, with the `reshard_after_forward` that ran (torch applies its own rule to t
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import PurePath
 from typing import Any, Literal
 
 from fsdp_inspect.formatting import format_unit, listed
@@ -17,11 +19,15 @@ NAMES_AND_PLACES = frozenset({"name", "runs_dir", "tag", "tags", "upload", "log_
 _REPEATS_MAY_DIFFER = frozenset({"seed", "inputs"})
 """Settings that may differ between repeats of one side; batches may have different lengths."""
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "checkpointing")
-_OBSERVED = ("dropout", "attention", "optimizer", "loss_dtype", "inputs", "gradient_sync")
+_OBSERVED = (
+    *("dropout", "attention", "optimizer", "loss_dtype", "inputs", "backwards", "gradient_sync"),
+)
 """Settings in `RunManifest.observed`, which older runs lack."""
-_ALWAYS_OBSERVED = ("dropout", "gradient_sync", "inputs")
+_ALWAYS_OBSERVED = ("dropout", "gradient_sync", "inputs", "backwards")
 """Observed settings that are unknown where they are missing: in a run of an older version, or
 without a memory step."""
+SCRIPT = "script"
+"""The name of the setting that is the program of a run."""
 _MOST_NAMED = 3
 _WORDS_OF_SHAPE = ("batch", "seq", "length", "compile", "dim", "layers", "heads", "vocab")
 """Words in the name of a script's setting that decides how much a step computes."""
@@ -92,6 +98,11 @@ def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifferenc
     ]
     if len({max(manifest.memory_steps, default=None) for manifest in manifests}) > 1:
         unknown.append("inputs")  # those of the last memory step: batches of a run may differ
+    if not all(script_of(manifest.command) for manifest in manifests):
+        unknown.append(SCRIPT)
+    accumulated = [manifest.plan.get("accumulation") for manifest in manifests]
+    if not _all_equal(accumulated):
+        unknown.append("backwards")  # the plan says why
     plain = [
         SettingDifference(group, name, "", values)
         for group, name in names
@@ -200,6 +211,16 @@ def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
     for name, value in manifest.environment.items():
         yield ("environment", name), value
     yield ("code", "git_commit"), manifest.git_commit
+    yield ("code", SCRIPT), script_of(manifest.command)
+
+
+def script_of(command: Sequence[str]) -> str | None:
+    """The file name of the script of a command, or its module; None: no word is one."""
+    for word in command:
+        if word.endswith(".py"):
+            return PurePath(word).name
+    modules = [word for before, word in pairwise(command) if before == "-m"]
+    return next((word for word in modules if not word.startswith("fsdp_inspect")), None)
 
 
 def _flatten(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

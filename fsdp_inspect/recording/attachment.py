@@ -769,6 +769,8 @@ class Attachment:
             gradients_between=self.session.gradients_between,
         )
         observed |= self._sharder.settings()
+        if self.session.num_backwards:
+            observed["backwards"] = f"{self.session.num_backwards} a step"
         self._manifest = self._manifest.model_copy(
             update={
                 "units": units,

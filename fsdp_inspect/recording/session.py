@@ -71,6 +71,7 @@ class Position:
         "loader_ended_step",
         "loss_dtype",
         "microbatch",
+        "num_backwards",
         "num_batches",
         "num_collectives",
         "num_loader_passes",
@@ -147,6 +148,8 @@ class Position:
         self.times_plain, self.plain_ns = False, 0
         """Whether the notes of this plain step are timed, and the sum of these times."""
         self.loader_ended_ns, self.loader_ended_step = 0, -1
+        self.num_backwards = 0
+        """The most backwards of a step that has ended."""
         self.num_batches = self.num_loader_passes = self.last_ended_pass = 0
         """Batches that data loaders gave to the training thread; passes over them that began, and
         their number when a pass last ended."""
@@ -491,6 +494,7 @@ class Session(Position):
         self.add(EventKind.STEP, self.step_start, end, phase=Phase.OUTSIDE, flags=flags)
         self.step_start = end
         self.step += 1
+        self.num_backwards = max(self.num_backwards, self.microbatch)
         self.microbatch = 0
         self.phase = Phase.OUTSIDE
         self.open_units.clear()

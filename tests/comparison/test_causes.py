@@ -88,6 +88,7 @@ def test_a_narrower_dtype_is_no_cause_of_more_memory() -> None:
         ("dropout", "none", "0.1 in 3 modules", ACTIVATIONS),
         ("attention", "sdpa", "eager", ACTIVATIONS),
         ("gradient_sync", "every microbatch", "some microbatches", GRADIENTS),
+        ("backwards", "1 a step", "3 a step", GRADIENTS),
         ("loss_dtype", "bfloat16", "float32", OF_LOSS),
         ("optimizer", "AdamW(amsgrad=False)", "SGD(momentum=0.9)", STATES),
     ],

@@ -9,6 +9,7 @@ from fsdp_inspect.comparison import conclusions
 from fsdp_inspect.comparison.comparison import compare_runs
 from fsdp_inspect.comparison.differences import UnitMeasure, find_unit_changes
 from fsdp_inspect.comparison.noise import NoiseVerdict
+from fsdp_inspect.comparison.settings import compare_settings
 from fsdp_inspect.report.comparison import render_comparison
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.kernels import KernelColumns, KernelKind, KernelRecord
@@ -468,3 +469,29 @@ def test_kernels_that_one_side_did_not_profile_have_no_change():
     assert "Kernels" not in text_of(render_comparison(found))
     neither = compare_runs(run_of_step(100, run_id="x"), run_of_step(90, run_id="y"))
     assert (neither.kernels, neither.kernel_kinds) == ((), ())
+
+
+def test_other_scripts_leave_no_likely_reason():
+    first, other = (
+        run_of_step(100, exposed=exposed, command=["python", script], observed=observed)
+        for exposed, script, observed in (
+            (40, "runs/one.py", {"inputs": "8 x 32 int64"}),
+            (80, "two.py", {"inputs": "8 x 15 int64"}),
+        )
+    )
+    said = compare_runs(first, other).conclusions[0].reasons
+    assert any("The scripts differ (one.py and two.py)" in words for words in said)
+    assert not any("likely reason" in words for words in said)
+
+
+@pytest.mark.parametrize(
+    ("commands", "names"),
+    [
+        ((["python", "a/x.py", "--lr", "1"], ["python", "/b/x.py"]), []),
+        ((["python", "x.py"], []), []),
+        ((["python", "-m", "fsdp_inspect.record", "-m", "jobs.x"], ["python", "x.py"]), ["script"]),
+    ],
+)
+def test_the_script_is_a_setting_where_both_commands_name_one(commands, names):
+    manifests = [run_of_step(100, command=command).manifest for command in commands]
+    assert [each.name for each in compare_settings(manifests)] == names
