@@ -362,7 +362,8 @@ class Narrator:
         )
         link = sum(unit.gather_backward_ns or 0 for unit in again)
         yield (
-            f"Backward gathers {len(again)} units again. One pass takes {format_ns(link)} on the "
+            f"Backward gathers {plural(len(again), 'unit')} again. One pass takes "
+            f"{format_ns(link)} on the "
             f"link and {format_ns(busy)} in copies and hooks."
         )
         exposed = self._evidence.backward_gathers_ns

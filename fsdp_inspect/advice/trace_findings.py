@@ -26,6 +26,7 @@ from fsdp_inspect.formatting import (
     format_ns,
     format_ratio,
     format_unit,
+    plural,
 )
 from fsdp_inspect.simulation.parameters import share_of
 from fsdp_inspect.trace.codes import EventKind
@@ -86,7 +87,7 @@ def _pipeline(evidence: Evidence) -> Iterator[Finding]:
 def _say_pipeline(pipeline: Pipeline) -> str:
     first = pipeline.units[0]
     return (
-        f"A pipeline gathers {len(pipeline.units)} units for each microbatch. Unit "
+        f"A pipeline gathers {plural(len(pipeline.units), 'unit')} for each microbatch. Unit "
         f"{format_unit(first.fqn)} is gathered {first.gathers_per_step} times a step, and "
         f"{format_ns(pipeline.repeated_exposed_ns)} are exposed."
     )

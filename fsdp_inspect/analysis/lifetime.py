@@ -9,13 +9,14 @@ recorded times.
 
 [Note: Steps that count] A completed step counts unless a restart lost it. The steps of an attempt
 that another attempt follows survive up to the start of the last checkpoint that the attempt saved
-completely, and only if the next attempt loaded a checkpoint. The first step of an attempt sets up
+completely, and only if the next attempt loaded a checkpoint, or its first sampled parameters are
+others than those of the first attempt. The first step of an attempt sets up
 and compiles, so its time is no goodput.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import pairwise
@@ -191,7 +192,11 @@ def _measure_lifetime(run: RunSource, rank: int | None) -> Lifetime:
         )
     chosen = min(known) if rank is None else rank
     sources = [*run.earlier_attempts, run]
-    attempts = [each for source in sources if (each := _read_attempt(source, chosen)) is not None]
+    attempts = [
+        replace(each, has_other_start=_begins_unlike(sources[0], source, chosen))
+        for source in sources
+        if (each := _read_attempt(source, chosen)) is not None
+    ]
     notes = [note for each in attempts for note in each.notes]
     if len(attempts) < len(sources):
         notes.append(f"Some attempts have no data of rank {chosen}: their time is a restart.")
@@ -225,6 +230,8 @@ class _Attempt:
     samples: NDArray[np.int64]
     """Shape (n, 3): time, resident memory of the process, used memory of the host; -1: unknown."""
     notes: tuple[str, ...]
+    has_other_start: bool = False
+    """Whether its parameters are known not to be those with which the first attempt began."""
 
     def span(self, span: TimeSpan) -> Intervals:
         return Intervals.of([span.start_ns + self.offset_ns], [span.end_ns + self.offset_ns])
@@ -243,13 +250,26 @@ class _Attempt:
         interrupted: NDArray[np.bool_] = covered > 0
         return interrupted
 
+    def has_loaded(self, before: "_Attempt") -> bool:
+        """Whether the recorder saw this attempt load a checkpoint."""
+        loads = self.spans(self.life.loads).ends
+        return bool(len(loads)) and int(loads[-1]) > before.end_ns
+
     def lost_since_ns(self, following: "_Attempt | None") -> int | None:
         """The time after which steps are lost; None: no step is. See [Note: Steps that count]."""
         if following is None:
             return None
-        loads = following.spans(following.life.loads).ends
-        has_loaded = bool(len(loads)) and int(loads[-1]) > self.end_ns
-        return self.saved_ns if has_loaded and self.saved_ns is not None else self.start_ns
+        continues = following.has_loaded(self) or following.has_other_start
+        return self.saved_ns if continues and self.saved_ns is not None else self.start_ns
+
+
+def _begins_unlike(first: RunSource, later: RunSource, rank: int) -> bool:
+    """Whether two attempts are known to begin with other values of the sampled parameters."""
+    seen = [each.training for run in (first, later) for each in run.ranks if each.rank == rank]
+    known = [each for each in seen if each is not None and each.updates]
+    if len(known) < 2 or len({tuple(part.name for part in each.parameters) for each in known}) > 1:
+        return False
+    return known[0].updates[0].digests != known[1].updates[0].digests
 
 
 def _read_attempt(run: RunSource, rank: int) -> _Attempt | None:
@@ -413,8 +433,12 @@ class _Life:
             why = f"attempt {following.number} loaded a checkpoint saved before them"
             if attempt.saved_ns is None:
                 why = "the recorder saw no complete checkpoint of it"
-            elif attempt.lost_since_ns(following) == attempt.start_ns:
+            elif not following.has_loaded(attempt):
                 why = f"the recorder saw attempt {following.number} load no checkpoint"
+                if following.has_other_start:
+                    why += (
+                        ", but its parameters are not the first ones: it may have loaded the last"
+                    )
             notes.append(
                 f"{lost} of {len(attempt.steps)} steps of attempt {attempt.number} are lost: {why}."
             )

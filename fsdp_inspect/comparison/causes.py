@@ -233,8 +233,8 @@ def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[_Cause
         new = [unit for unit in after if unit.fqn not in known]
         most = [max((unit.unsharded_bytes for unit in units), default=0) for units in (gone, new)]
         yield _Cause(
-            f"{len(gone)} units became {len(new)}, of up to {format_bytes(most[1])} instead of "
-            f"{format_bytes(most[0])} unsharded",
+            f"{plural(len(gone), 'unit')} became {len(new)}, of up to {format_bytes(most[1])} "
+            f"instead of {format_bytes(most[0])} unsharded",
             (*_UNSHARDED, *_REDUCED) if most[1] > most[0] else (),
             (*_COMPUTE, *_WAITS_OF_GATHERS, *_WAITS_OF_REDUCTION),
         )

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from fsdp_inspect.analysis.lifetime import measure_lifetime
 from fsdp_inspect.errors import IncompleteRunError, MissingDataError
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
+from fsdp_inspect.trace.correctness import ParameterSeen, TrainingSeen, UpdateSeen
 from fsdp_inspect.trace.run import ClockPair, HostMemoryMark, ProcessLife, RunStatus, TimeSpan
 from fsdp_inspect.trace.tables import DeviceTable
 from tests.builders import InMemoryRun, RunBuilder
@@ -140,6 +143,31 @@ def test_without_a_checkpoint_all_steps_of_an_earlier_attempt_are_lost(loads, sa
     lifetime = measure_lifetime(run)
     assert lifetime.notes == (f"4 of 4 steps of attempt 0 are lost: {why}.",)
     assert lifetime.duration_ns("training") == 30
+
+
+@pytest.mark.parametrize(("digest", "num_lost"), [(7, 4), (8, 2)])
+def test_an_attempt_with_other_first_parameters_may_have_loaded_a_checkpoint(digest, num_lost):
+    first, second = (
+        begun_with(value, attempt(number, starts_at=1000 * number, saves=None if number else 80))
+        for number, value in enumerate((7, digest))
+    )
+    lifetime = measure_lifetime(replace(second, earlier_attempts=[first]))
+    assert lifetime.num_lost_steps == num_lost
+    why = "the recorder saw attempt 1 load no checkpoint"
+    assert lifetime.notes[0].startswith(f"{num_lost} of 4 steps of attempt 0 are lost: {why}")
+    assert ("it may have loaded the last" in lifetime.notes[0]) is (digest != 7)
+
+
+def begun_with(digest: int, run: InMemoryRun) -> InMemoryRun:
+    """The same attempt, whose first sampled parameter has a digest."""
+    update = UpdateSeen(
+        step=0, rate=1e-3, factor=None, gradients=[1.0], values=[1.0], digests=[digest],
+        num_meant=1, num_lost=0,
+    )  # fmt: skip
+    part = ParameterSeen(name="w", unit=0, part=[], is_replica=False, dtype="float32")
+    seen = TrainingSeen(parameters=[part], updates=[update])
+    (record,) = run.ranks
+    return replace(run, ranks=[record.model_copy(update={"training": seen})])
 
 
 def test_a_checkpoint_written_in_the_background_counts_when_it_is_complete():
