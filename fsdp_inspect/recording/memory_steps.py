@@ -241,6 +241,9 @@ class MemorySteps:
             for index, handle in enumerate(self._handles)
             for parameter in handle.local_parameters
         }
+        # A unit then takes what is its own. The buckets of DDP have no frozen parameters.
+        outside = [each for each in self._model.parameters() if id(each) not in self._unit_of]
+        tracker.register_known(MemoryCategory.SHARDED_PARAMETER, outside, NO_UNIT)
         for index, handle in enumerate(self._handles):
             for category, buffer in handle.kept_buffers:
                 tracker.register_known(category, buffer, index)

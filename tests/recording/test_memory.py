@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from fsdp_inspect import Recorder, open_run
 from fsdp_inspect.recording.clocks import HostClock
 from fsdp_inspect.recording.memory import AllocatorReading, CudaAllocator, MemoryProbe
 from fsdp_inspect.recording.session import Session
@@ -119,3 +123,21 @@ def test_an_allocator_without_statistics_ends_the_sampling_only() -> None:
     [problem] = session.problems
     assert problem.startswith("Memory is not sampled: the allocator of this device has no")
     assert "getDeviceStats" in problem
+
+
+def test_frozen_parameters_of_ddp_are_parameters(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        base, head = nn.Linear(64, 64, bias=False), nn.Linear(64, 2, bias=False)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(base.requires_grad_(False), head))
+        optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+        with Recorder(model, path=tmp_path / "run", memory_steps=[1], print_verdict=False):
+            for _ in range(3):
+                model(torch.randn(2, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
+    peak = open_run(tmp_path / "run").summary().memory.peak
+    sizes = {row.category: row.bytes for row in peak.categories}
+    assert sizes["sharded_parameter"] == 4 * (64 * 64 + 64 * 2)

@@ -18,8 +18,8 @@ from fsdp_inspect.analysis.link_fit import LinkFit
 from fsdp_inspect.analysis.memory.fit import FitVerdict, judge_fit
 from fsdp_inspect.analysis.memory.peak import PeakMoment
 from fsdp_inspect.analysis.wait_causes import Cause
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
-from fsdp_inspect.trace.codes import EventKind, MemoryCategory
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, plural
+from fsdp_inspect.trace.codes import ITEMSIZE, EventKind, MemoryCategory
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, ZERO3
@@ -56,6 +56,8 @@ class WholeMemory:
     device_bytes: int | None
     is_sharded: bool
     """Whether the run shards the model. The memory is then that of DDP instead."""
+    num_frozen: int = 0
+    """The parameters that no bucket of DDP has. They count as float32 among the parameters."""
 
     @property
     def state_bytes(self) -> int | None:
@@ -130,8 +132,15 @@ class WholeMemory:
             )
         return (
             f"FSDP would save at most {format_bytes(self.freed_bytes)} per rank on "
-            f"{self.num_ranks} ranks, less the units that it gathers."
+            f"{self.num_ranks} ranks, less the units that it gathers.{self._frozen}"
         )
+
+    @property
+    def _frozen(self) -> str:
+        if not self.num_frozen:
+            return ""
+        number = plural(self.num_frozen, "parameter")
+        return f" This counts {number} outside the buckets, such as frozen ones, as float32."
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +181,12 @@ def measure_whole_memory(
     parts = {row.category: row.bytes for row in peak.categories} if peak is not None else {}
     copies = num_ranks if is_sharded else 1
     optimizer = parts.get(MemoryCategory.OPTIMIZER_STATE.label)
+    of_units = sum(unit.num_parameters for unit in manifest.units)
+    frozen = 0 if is_sharded else max(manifest.model.num_parameters - of_units, 0)
+    of_frozen = frozen * ITEMSIZE["float32"]
     return WholeMemory(
         num_ranks=num_ranks,
-        parameter_bytes=copies * sum(unit.sharded_bytes for unit in manifest.units),
+        parameter_bytes=copies * sum(unit.sharded_bytes for unit in manifest.units) + of_frozen,
         gradient_bytes=copies
         * sum(
             unit.sharded_bytes * unit.num_trainable_parameters // max(unit.num_parameters, 1)
@@ -184,6 +196,7 @@ def measure_whole_memory(
         other_bytes=sum(parts.get(each.label, 0) for each in _KEPT) if parts else None,
         device_bytes=device_bytes,
         is_sharded=is_sharded,
+        num_frozen=frozen,
     )
 
 

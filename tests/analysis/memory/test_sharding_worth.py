@@ -87,6 +87,12 @@ def test_a_run_of_ddp_says_what_sharding_would_free(run):
     state = 2 * sum(unit.sharded_bytes for unit in units) + 200
     assert found.freed_bytes == state - -(-state // found.num_ranks)
     assert "FSDP would save at most" in found.sentence
+    model = run.manifest.model.model_copy(
+        update={"num_parameters": 1000 + sum(unit.num_parameters for unit in units)}
+    )
+    frozen = whole(run, sharder=DDP, units=units, model=model)
+    assert frozen.state_bytes == found.state_bytes + 4000
+    assert "This counts 1,000 parameters outside the buckets" in frozen.sentence
 
 
 def test_an_import_and_a_run_of_one_rank_have_no_answer(run):
