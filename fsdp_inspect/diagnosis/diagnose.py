@@ -199,6 +199,8 @@ class Diagnosis:
     """The distinct stacks of the training threads, those of the fewest ranks first."""
     out_of_memory: OutOfMemory | None = None
     """The contents of memory at the failure; None: no rank reported an out-of-memory."""
+    has_memory: bool = True
+    """Whether a rank has samples of its memory."""
     plans: PlanSearch | None = None
     """The plans that would have fitted; None: there was no out-of-memory, or no search."""
     race: Issued | None = None
@@ -1162,6 +1164,7 @@ class _Case:
             numerics=self._numerics,
             loss_spikes=find_loss_spikes(self._run),
             drift=() if self._is_imported else measure_drift(self._run).changes,
+            has_memory=any(len(self._run.memory(rank)) for rank in self._records),
             long_steps=None if self._is_imported else measure_drift(self._run).long_steps,
             grid=None,
             stacks=group_stacks(self._dumps),

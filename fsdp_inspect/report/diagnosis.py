@@ -61,6 +61,7 @@ from fsdp_inspect.store.reduction.order_wording import (
     shorten_place,
 )
 from fsdp_inspect.store.reduction.out_of_memory_wording import describe_out_of_memory
+from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.numerics import Place
 from fsdp_inspect.trace.run import StartStage
 
@@ -1012,7 +1013,7 @@ def _next(found: Diagnosis) -> Iterator[str]:
         yield f"{_OWN_GROUP} If the run then {verb} again, the race is not the cause."
     if found.training is not None:
         yield from dict.fromkeys(each.change for each in (found.training, *found.other_faults))
-    yield from _NEXT.get(found.problem, ()) if found.problem is not None else ()
+    yield from _next_for_problem(found)
     yield from _about_weights(found)
     yield from _next_for_rank(found)
     if found.problem is ProblemClass.NOT_FINITE and not _is_exact(found):
@@ -1027,6 +1028,25 @@ def _next(found: Diagnosis) -> Iterator[str]:
         )
     if found.unknown is Unknown.NO_BLACK_BOX:
         yield "Record the training again with this version, which writes a black box."
+
+
+def _next_for_problem(found: Diagnosis) -> Iterator[str]:
+    """Next steps that follow from the problem alone."""
+    difference = found.difference
+    is_size = found.problem is ProblemClass.SIZE_MISMATCH
+    if is_size and difference is not None and difference.usual.unit == NO_UNIT:
+        yield (
+            "Give the tensor of that line the same size and dtype on all ranks: pad it, or gather "
+            "the sizes first."
+        )
+    elif found.problem is ProblemClass.OUT_OF_MEMORY and not found.has_memory:
+        yield (
+            "The run failed before its memory was recorded. Record a smaller batch that fits: of "
+            "that run, `show` names the memory by unit and category, and `advise --memory-limit "
+            "SIZE` finds plans."
+        )
+    elif found.problem is not None:
+        yield from _NEXT.get(found.problem, ())
 
 
 def _about_weights(found: Diagnosis) -> Iterator[str]:

@@ -515,7 +515,7 @@ def test_a_difference_stays_the_answer_when_later_collectives_have_overwritten_i
     assert (found.problem, found.ranks, found.step) == (ProblemClass.ORDER_DIVERGED, (1,), 1)
     assert [event.kind.value for event in found.events] == ["desync", "end"]
     text = describe_diagnosis(found)
-    assert "12 collectives have finished since, with wrong results." in text.sentence
+    assert "12 collectives have finished since, and those of different tensors" in text.sentence
     assert any("In order: in step 1, the ranks issued" in each for each in text.evidence)
     assert found.grid is not None
     assert found.grid.rows[found.grid.focus].step == 1
@@ -779,6 +779,21 @@ def test_a_late_rank_that_fails_later_is_told(failure: str, problem: ProblemClas
     sentence = describe_diagnosis(found).sentence
     assert "sleeping at train.py:88" in sentence
     assert ("Before, nothing moved for 90 s" in sentence) is (problem is not ProblemClass.RANK_LATE)
+    if problem is ProblemClass.OUT_OF_MEMORY:
+        [step] = describe_diagnosis(found).next
+        assert step.startswith("The run failed before its memory was recorded.")
+
+
+def test_unequal_sizes_of_one_line_without_a_unit_are_no_other_order() -> None:
+    boxes = {
+        rank: make_box([Call(NO_UNIT, bytes=8 * (1 + rank), kind=EventKind.ALL_REDUCE)], (0, 1))
+        for rank in (0, 1)
+    }
+    found = diagnose(run_of(boxes, dict.fromkeys((0, 1), RunStatus.FAILED)))
+
+    assert found.problem is ProblemClass.SIZE_MISMATCH
+    step = describe_diagnosis(found).next[0]
+    assert step.startswith("Give the tensor of that line the same size and dtype on all ranks")
 
 
 def test_a_late_rank_that_is_killed_later_is_told() -> None:

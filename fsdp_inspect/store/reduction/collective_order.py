@@ -178,8 +178,9 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
     elif culprits and others:
         difference = _classify(reader, culprits[0], others[0], position)
     elif not is_open:
-        one, other = (reader.at(ranks[0], position) for ranks in sets[:2])
-        difference = _size_or_dtype(one, other) or difference
+        classified = _classify(reader, sets[0][0], sets[1][0], position)
+        if classified in (Difference.SIZE, Difference.DTYPE):
+            difference = classified
     return OrderDifference(
         communicator=name,
         sequence=position,

@@ -136,8 +136,10 @@ def _steps(found: OrderDifference, names: Sequence[str]) -> str:
 
 
 def _each_set(found: OrderDifference, names: Sequence[str]) -> str:
+    with_size = found.difference is not Difference.SIZE
     return "; ".join(
-        f"{format_ranks(ranks)} {describe_issued(issued, names)}{_message(issued, found)}"
+        f"{format_ranks(ranks)} {describe_issued(issued, names, with_size=with_size)}"
+        f"{_message(issued, found)}"
         f"{_at(issued)}"
         for ranks, issued in found.issued
     )
@@ -166,6 +168,6 @@ def _consequence(found: OrderDifference) -> str:
         return f"The collectives from p{place} on cannot pair: the job hangs or fails there."
     since = "collective has" if found.num_since == 1 else "collectives have"
     return (
-        f"P{place} pairs different tensors: {found.num_since:,} {since} finished since, with wrong "
-        "results."
+        f"P{place} pairs different tensors: {found.num_since:,} {since} finished since, and those "
+        "of different tensors have wrong results."
     )

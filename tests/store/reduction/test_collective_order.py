@@ -80,6 +80,23 @@ def test_of_two_ranks_the_dtypes_of_one_collective_are_told_without_a_culprit() 
     )
 
 
+def test_of_two_ranks_the_sizes_of_one_line_are_told_without_a_culprit() -> None:
+    """Of no unit, so only the line shows that it is one collective."""
+    pair = {
+        rank: make_box([Call(NO_UNIT, bytes=size, kind=EventKind.ALL_REDUCE)], (0, 1))
+        for rank, size in enumerate((12288, 16384))
+    }
+
+    found = find_difference(pair, "all")
+
+    assert found is not None
+    assert (found.culprits, found.difference) == ((), Difference.SIZE)
+    assert describe_difference(found, NAMES).startswith(
+        "The ranks issued different collectives in step 0: rank 0 an all-reduce of no unit in "
+        "forward with 12.0 KiB (train.py:7); rank 1 an all-reduce of no unit in forward with 16.0"
+    )
+
+
 def test_a_difference_older_than_what_is_kept_is_told_without_its_place() -> None:
     whole = boxes([Call(9), *USUAL[1:]])
     cut = {
@@ -142,7 +159,8 @@ def test_the_sentence_names_rank_unit_step_and_line() -> None:
     assert describe_difference(found, NAMES) == (
         "Rank 1 left out the all-gather of a in forward in step 0 (train.py:7), and issued the "
         "all-gather of b in forward (train.py:7) instead. Position 2 of this process group "
-        "pairs different tensors: 4 collectives have finished since, with wrong results."
+        "pairs different tensors: 4 collectives have finished since, and those of different "
+        "tensors have wrong results."
     )
 
 
