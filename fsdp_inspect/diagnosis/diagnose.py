@@ -19,7 +19,7 @@ from fsdp_inspect.analysis.loss_spikes import LossSpike, find_loss_spikes
 from fsdp_inspect.analysis.numerics import Numerics, measure_numerics
 from fsdp_inspect.diagnosis.activities import Activity, ActivityKind, find_activity
 from fsdp_inspect.diagnosis.collective_grid import CollectiveGrid, lay_out_collectives
-from fsdp_inspect.diagnosis.ends import EndKind, RankEnd, find_ends, first_ends
+from fsdp_inspect.diagnosis.ends import EndKind, RankEnd, find_ends, first_ends, has_timed_out
 from fsdp_inspect.diagnosis.out_of_memory import OutOfMemory, read_out_of_memory
 from fsdp_inspect.diagnosis.process_signs import ProcessSigns, find_collection, read_signs
 from fsdp_inspect.diagnosis.run_events import (
@@ -199,6 +199,8 @@ class Diagnosis:
     """The distinct stacks of the training threads, those of the fewest ranks first."""
     out_of_memory: OutOfMemory | None = None
     """The contents of memory at the failure; None: no rank reported an out-of-memory."""
+    late_s: float | None = None
+    """The time by which the ranks came later than the one that gave up; None: they never came."""
     has_memory: bool = True
     """Whether a rank has samples of its memory."""
     plans: PlanSearch | None = None
@@ -656,6 +658,9 @@ class _Case:
                 wait=self._wait_for((first.rank,)),
                 failure=first.detail,
             )
+        late = None if self._missing else self._came_late(first)
+        if late is not None:
+            return late
         return self._make(
             Status.CANNOT_TELL,
             ProblemClass.RANK_DIED if self._missing else None,
@@ -665,6 +670,35 @@ class _Case:
             phase=self._states[firsts[0].rank].phase,
             failure=firsts[0].detail,
             unknown=Unknown.MISSING_RANKS if self._missing else Unknown.NO_CULPRIT,
+        )
+
+    def _came_late(self, first: RankEnd) -> Diagnosis | None:
+        """Check whether the rank that gave up first had waited for ranks that came much later."""
+        waits = (each for each in self._waits if not each.unknown and first.rank in each.waiting)
+        wait = next(waits, None)
+        if wait is None or not has_timed_out(first.detail):
+            return None
+        issued = {}
+        for rank in wait.waiting:
+            box = self._boxes[rank]
+            rows = box.of_group(wait.communicator)
+            own = rows[rows["sequence"] == wait.issued.sequence]
+            if len(own):
+                issued[rank] = box.header.unix_of(int(own[0]["issued_ns"]))
+        waited = first.unix_ns - issued.get(first.rank, first.unix_ns)
+        late_by = {rank: (at - issued[first.rank]) / 1e9 for rank, at in issued.items()}
+        late = tuple(rank for rank, by in sorted(late_by.items()) if by * 2e9 > waited > 0)
+        if not late or waited < _LATEST_LOSS_NS:
+            return None
+        return self._make(
+            Status.PROBLEM,
+            ProblemClass.RANK_LATE,
+            ranks=late,
+            is_certain=False,
+            **_position(wait.issued),
+            wait=wait,
+            failure=first.detail,
+            late_s=min(late_by[rank] for rank in late),
         )
 
     def _waited_for_late_ranks(self) -> bool:

@@ -60,12 +60,18 @@ _PEER_LOST = re.compile(
     r"|recvValue failed|DistNetworkError|DistStoreError",
     re.IGNORECASE,
 )
+_TIMED_OUT = re.compile(r"time[ds]? ?out|timing out", re.IGNORECASE)
 _OF_PYTHON = re.compile(r"^(Connection\w*|BrokenPipe|Timeout)Error at step|DataLoader")
 """Errors that Python code raises. A collective or the store raises a `RuntimeError`."""
 _OF_DEVICE = re.compile(r"CUDA error:")
 _OUT_OF_MEMORY = re.compile(
     r"^(OutOfMemoryError|MemoryError|.*DefaultCPUAllocator: (not enough|can't))"
 )
+
+
+def has_timed_out(detail: str) -> bool:
+    """Whether an error says that a time limit was over."""
+    return _TIMED_OUT.search(detail) is not None
 
 
 def find_ends(

@@ -23,7 +23,7 @@ from fsdp_inspect.diagnosis.diagnose import (
     Status,
     Unknown,
 )
-from fsdp_inspect.diagnosis.ends import EndKind, RankEnd
+from fsdp_inspect.diagnosis.ends import EndKind, RankEnd, has_timed_out
 from fsdp_inspect.diagnosis.process_signs import ProcessSigns, ProcessState
 from fsdp_inspect.diagnosis.run_events import RunEvent, RunEventKind
 from fsdp_inspect.diagnosis.waits import Wait
@@ -300,11 +300,18 @@ def _late(found: Diagnosis) -> str:
         idle = _longest_idle(found)
         return f"No rank has issued a collective for {idle}.{_common(found)}{then}"
     who = capitalize(format_ranks(found.ranks))
-    if found.ranks and not found.wait.absent and found.ranks[0] in found.wait.waiting:
+    is_late = found.late_s is not None
+    if found.ranks and not (is_late or found.wait.absent) and found.ranks[0] in found.wait.waiting:
         return f"{_all_wait(found, found.wait)}. {who} {_silent(found, found.ranks)}"
     if not found.ranks or (found.wait.absent and not {*found.ranks} <= {*found.wait.absent}):
         return _circle(found)
     what = describe_issued(found.wait.issued, found.unit_names)
+    if found.late_s is not None:
+        early = format_ranks([rank for rank in found.wait.waiting if rank not in found.ranks])
+        return (
+            f"{who} came {_seconds(found.late_s)} late to {what}{of_step(found.step)}: "
+            f"{early} had waited until a time limit ({_clip(found.failure)})."
+        )
     first = found.state_of(found.ranks[0]) if found.ranks else None
     doing = "" if first is None else f" {_doing(first, found)}"
     rest = f"{_waits(found)}{_skipped_batch(found)}{_then_gone(first, found)}"
@@ -966,13 +973,12 @@ def _describe_state(state: RankState, found: Diagnosis) -> str:
 
 
 def _describe_end(end: RankEnd) -> str:
-    if end.kind is not EndKind.PEER_LOST or not _TIMED_OUT.search(end.detail):
+    if end.kind is not EndKind.PEER_LOST or not has_timed_out(end.detail):
         return _END[end.kind]
     limit = _LIMIT.search(end.detail)
     return f"waited{f' {_seconds(int(limit[1]) / 1000)}' if limit else ''} in vain for another rank"
 
 
-_TIMED_OUT = re.compile(r"time[ds]? ?out|timing out", re.IGNORECASE)
 _LIMIT = re.compile(r"(\d+) ?(ms|milliseconds)\b")
 _END = {
     EndKind.RUNNING: "still running",
@@ -1067,6 +1073,11 @@ def _about_weights(found: Diagnosis) -> Iterator[str]:
 def _next_for_rank(found: Diagnosis) -> Iterator[str]:
     """Next steps that follow from the state of the first culprit."""
     state = found.state_of(found.ranks[0]) if found.ranks else None
+    if found.late_s is not None:
+        yield (
+            "Look at what that rank does before this collective. To see its stacks, record with "
+            "--hang-after SECONDS (hang_after_s) well below that time limit."
+        )
     if "DataLoader worker" in found.failure and "Original Traceback" not in found.failure:
         yield (
             "Look for the end of the data loader's worker: the kernel may have killed it for "

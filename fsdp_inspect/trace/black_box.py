@@ -208,9 +208,11 @@ class Header:
     @property
     def hang_seen_unix_ns(self) -> int:
         """The wall time of `hang_seen_ns`; 0: no hang was seen."""
-        if not self.hang_seen_ns:
-            return 0
-        return self.sign_unix_ns - (self.sign_ns - self.hang_seen_ns)
+        return self.unix_of(self.hang_seen_ns) if self.hang_seen_ns else 0
+
+    def unix_of(self, time_ns: int) -> int:
+        """The wall time of a time on the clock of the rank."""
+        return self.sign_unix_ns - (self.sign_ns - time_ns)
 
 
 EMPTY_HEADER = Header(

@@ -784,12 +784,42 @@ def test_a_late_rank_that_fails_later_is_told(failure: str, problem: ProblemClas
         assert step.startswith("The run failed before its memory was recorded.")
 
 
+@pytest.mark.parametrize(
+    ("late_s", "failure", "ranks"),
+    [
+        (24, "RuntimeError at step 0: Timed out waiting 25000ms for send", (1,)),
+        (1, "RuntimeError at step 0: Timed out waiting 25000ms for send", ()),
+        (24, "RuntimeError at step 0: Connection reset by peer", ()),
+    ],
+)
+def test_a_rank_that_came_when_others_gave_up_is_told(
+    late_s: int, failure: str, ranks: tuple[int, ...]
+) -> None:
+    header = replace(HEADER, sign_ns=27 * SECOND, sign_unix_ns=127 * SECOND)
+    calls = [Call(0), Call(1, has_finished=False)]
+    boxes = {rank: make_box(calls, RANKS, header) for rank in RANKS}
+    boxes[1].entries["issued_ns"][-1] += late_s * SECOND
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.FAILED), failure="Connection closed by peer")
+    run = with_record(run, 1, failed_unix_ns=128 * SECOND)
+    run = with_record(run, 2, failed_unix_ns=128 * SECOND)
+    found = diagnose(with_record(run, 0, failure=failure, failed_unix_ns=127 * SECOND))
+
+    assert found.ranks == ranks
+    if ranks:
+        text = describe_diagnosis(found)
+        assert text.sentence.startswith("Probably: Rank 1 came 24 s late to the all-gather of ")
+        assert "ranks 0, 2 had waited until a time limit" in text.sentence
+        assert "--hang-after SECONDS" in text.next[0]
+    else:
+        assert found.status is Status.CANNOT_TELL
+
+
 def test_unequal_sizes_of_one_line_without_a_unit_are_no_other_order() -> None:
     boxes = {
-        rank: make_box([Call(NO_UNIT, bytes=8 * (1 + rank), kind=EventKind.ALL_REDUCE)], (0, 1))
-        for rank in (0, 1)
+        rank: make_box([Call(NO_UNIT, bytes=8 * (1 + rank), kind=EventKind.ALL_REDUCE)], RANKS)
+        for rank in RANKS
     }
-    found = diagnose(run_of(boxes, dict.fromkeys((0, 1), RunStatus.FAILED)))
+    found = diagnose(run_of(boxes, dict.fromkeys(RANKS, RunStatus.FAILED)))
 
     assert found.problem is ProblemClass.SIZE_MISMATCH
     step = describe_diagnosis(found).next[0]
