@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from fsdp_inspect.cli.arguments import (
     parse_latency,
     parse_memory,
     parse_node_link,
+    path_of_run,
     print_renderable,
     require_new_file,
     say_how_to_verify,
@@ -140,6 +142,7 @@ def advise(  # noqa: PLR0913 - one argument an option
             require_new_file("--write", file)
     with open_tasks(dask) as tasks, show_progress() as on_progress:
         source = open_stored_argument(run, show_bars(tasks))
+        request = replace(request, run_name=path_of_run(run, source))
         advice = advise_run(source, request, on_progress=on_progress, tasks=tasks)
     if write is not None:
         _write(source, advice, request, write, take)

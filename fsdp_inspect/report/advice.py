@@ -351,7 +351,7 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
         yield from section("Fastest simulated plans for each peak memory", _front(plan))
     if plan.suggestions:
         yield from section("Apply the plan", _indented(_applied(plan)))
-        yield from section("Verify the plan", _indented(plan.verify))
+        yield from section("Verify the plan", _indented(_code("\n".join(plan.verify))))
     if advice.migration is not None:
         yield from _render_migration(advice.migration)
     yield ""

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ def test_details_show_all_changes_and_earlier_predictions(invoke):
     assert full.splitlines()[0] == short.splitlines()[0]
     assert "Verify the plan" in full
     assert "Verify the plan" not in short
+
+
+def test_the_commands_name_the_run_also_if_its_parent_was_given(invoke, tmp_path):
+    shutil.copytree(SAMPLE, tmp_path / "runs" / SAMPLE.name)
+    lines = invoke("advise", tmp_path / "runs", "--details").out.splitlines()
+    [verify] = [line.strip() for line in lines if "fsdp-inspect verify" in line]
+    assert verify.endswith(f"NEW_RUN --baseline {tmp_path / 'runs' / SAMPLE.name}")
 
 
 def test_every_suggestion_says_its_rule_interval_evidence_and_memory(invoke):
