@@ -51,6 +51,9 @@ def _one_unit(evidence: Evidence) -> Iterator[Finding]:
     largest = max(units, key=lambda unit: unit.num_parameters, default=None)
     if largest is None or not total or largest.num_parameters / total <= DOMINANT_UNIT_RATIO:
         return
+    blocks = {found[0] for name in largest.parameters if (found := BLOCK.match(name))}
+    if blocks == {largest.fqn}:
+        return  # one block is a unit already: a stage of a pipeline may have no other
     ratio = largest.num_parameters / total
     name = format_unit(largest.fqn)
     yield Finding(

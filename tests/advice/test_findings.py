@@ -114,6 +114,8 @@ def test_a_unit_with_most_parameters_is_named():
     found = next(each for each in large if each.rule == "R1")
     assert found.units == ("layers.1",)
     assert "81.8% of the parameters" in found.sentence
+    block = {"num_parameters": 900, "parameters": {"layers.1.weight": [900]}}
+    assert "R1" not in rules(findings(units={"layers.1": block}))
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.3, ["R21"]), (0.05, []), (None, [])])
