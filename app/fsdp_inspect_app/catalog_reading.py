@@ -47,7 +47,7 @@ _PROGRESS_EVERY_S = 1.0
 _UNUSED_FOR_S = 90 * 86_400.0
 """A catalog in the cache that no dashboard has refreshed for this time is removed."""
 _COLUMNS = (
-    *("run", "problem", "status", "source", "num_steps", "step_time_ns", "exposed_ns"),
+    *("run", "problem", "status", "source", "training", "num_steps", "step_time_ns", "exposed_ns"),
     *("overlap_ratio", "peak_allocated_bytes", "step_times_ns", "model", "num_parameters"),
     *("plan", "world_size", "tags"),
 )

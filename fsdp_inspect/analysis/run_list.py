@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fsdp_inspect.analysis.correctness import check_training
 from fsdp_inspect.analysis.memory.peak import highest_peak_bytes
 from fsdp_inspect.analysis.step_times import measure_overlap, measure_step_times
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
@@ -130,6 +131,12 @@ def measure_key_numbers(run: RunSource) -> RunKeyNumbers:
     )
 
 
+def name_mistake(run: RunSource) -> str | None:
+    """The headline of the first mistake of the training; None: none is known."""
+    faults = check_training(run).faults
+    return faults[0].headline if faults else None
+
+
 def _course(values: list[int]) -> tuple[int, ...]:
     parts = np.array_split(np.array(values, dtype=np.int64), min(len(values), MOST_COURSE) or 1)
     return tuple(int(np.median(part)) for part in parts if len(part))
@@ -164,7 +171,7 @@ def _describe(entry: RunEntry) -> ListedRun:
     try:
         run = open_run(entry.path)
         status, ranks, num_steps = run.status.value, run.ranks, run.num_steps
-        notes = tuple(run.notes)
+        notes = tuple(filter(None, [*run.notes, name_mistake(run)]))
     except StoreError as error:
         return _unreadable(entry, str(error))
     return ListedRun(

@@ -17,7 +17,7 @@ from fsdp_inspect.analysis.context import RunContext
 from fsdp_inspect.analysis.lifetime import measure_lifetime
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.analysis.run_heading import describe_sharding
-from fsdp_inspect.analysis.run_list import MOST_COURSE, measure_key_numbers
+from fsdp_inspect.analysis.run_list import MOST_COURSE, measure_key_numbers, name_mistake
 from fsdp_inspect.analysis.scalars import find_loss, measure_scalars
 from fsdp_inspect.analysis.step_times import StepPoint, measure_overlap, measure_step_times
 from fsdp_inspect.analysis.units import UnitCosts, measure_units
@@ -385,6 +385,7 @@ class _Reader:
         """The numbers of the row of runs."""
         parts = (self._try(_key_numbers), self._try(_times), self._try(_breakdown))
         others = (self._try(_memory), self._try(_lifetime), self._try(_loss))
+        others += (self._try(lambda run: {"training": name_mistake(run)}),)
         return {name: value for part in (*parts, *others) for name, value in (part or {}).items()}
 
     def units(self) -> list[Row]:

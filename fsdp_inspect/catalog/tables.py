@@ -106,6 +106,7 @@ RUNS = CatalogTable(
             text_column("created", "The start of the run, ISO 8601, UTC."),
             number_column("created_unix_ns", "The start of the run, ns since 1970."),
             text_column("status", "How the run ended, or `running`."),
+            text_column("training", "The first mistake of the training; empty: none is known."),
             text_column("source", "`recorded`, `emulated`, `imported` or `predicted`."),
             number_column("world_size", "The number of ranks of the job.", label="ranks"),
             number_column("num_ranks", "The number of ranks that wrote data."),

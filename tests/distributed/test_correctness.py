@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect import open_run
+from fsdp_inspect import index_runs, open_catalog, open_run
+from fsdp_inspect.analysis.run_list import list_recorded_runs
 from fsdp_inspect.diagnosis.diagnose import ProblemClass, Status
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from tests.cases import chosen_cases, mark_slow
@@ -128,6 +129,16 @@ def test_a_legal_loop_that_looks_alike_is_no_mistake(runs: tuple[Path, str], nam
 
     assert run.correctness().faults == ()
     assert run.diagnose().status is Status.HEALTHY
+
+
+def test_lists_of_runs_name_a_mistake(runs: tuple[Path, str], tmp_path: Path) -> None:
+    for name in ("stale-optimizer", "plain"):
+        (tmp_path / name).symlink_to(runs[0] / name)
+    listed = {each.id: each.notes for each in list_recorded_runs(tmp_path)}
+    index_runs(tmp_path)
+    rows = open_catalog(tmp_path).query("SELECT run, training FROM runs").rows
+    assert listed == {"stale-optimizer": (STALE,), "plain": ()}
+    assert sorted(rows) == [("plain", None), ("stale-optimizer", STALE)]
 
 
 def test_a_model_that_never_trains_with_dropout_is_noted(runs: tuple[Path, str]) -> None:

@@ -17,6 +17,7 @@ from fsdp_inspect_app.wording import READING, UNREADABLE
 
 NAME_COLUMN, FOLDER_COLUMN = "run", "folder"
 BASELINE_MARK, PIN_MARK, STAR_MARK = "baseline", "pinned", "starred"
+MISTAKE_COLUMN = "mistake"
 _BASELINE_SUFFIX = "vs baseline (%)"
 STEP_TIMES_COLUMN, DATE_COLUMN = "step times", "recorded (UTC)"
 _LONG_LIST = 1_000
@@ -27,6 +28,8 @@ _REPEATED = ("status", "model", "plan", "source", "tags")
 """Columns of texts that many runs share."""
 _IN_MENU = ("overlap (%)", "plan", "steps", "parameters", "source", "tags", FOLDER_COLUMN)
 """Columns that the menu of the table shows: all columns are wider than a page."""
+_BESIDE_MISTAKES = ("ranks", "model")
+"""Those that it also shows if a run has a mistake, whose sentence needs their space."""
 _COMPARED = {
     "step time": "step_time_ns",
     "exposed": "exposed_ns",
@@ -37,6 +40,7 @@ _DEFINITIONS = {
     "exposed (ms)": "Exposed communication of the typical step of the median rank",
     "peak (MiB)": "Allocated memory, of the rank with the highest peak",
     f"step time {_BASELINE_SUFFIX}": "Changes below 10% may be process noise; Compare tests them",
+    MISTAKE_COLUMN: "First mistake of the training; page Diagnosis says what to change",
     FOLDER_COLUMN: "Path of the run below the folder of runs",
 }
 
@@ -75,14 +79,16 @@ def frame_runs(
     # Use the columns of a known run, also if the first rows are unknown runs.
     columns: list[str] = max((list(row) for row in rows), key=len, default=[])
     frame = pd.DataFrame(rows, columns=columns)
-    unused = [name for name in ("mark", "note") if not frame.get(name, pd.Series()).any()]
+    rare = ("mark", "note", MISTAKE_COLUMN)
+    unused = [name for name in rare if not frame.get(name, pd.Series()).any()]
     frame = frame.drop(columns=unused, errors="ignore")
     if len(frame) > _LONG_LIST:
         frame = _shrink(frame)
     frame.attrs["definitions"] = {
         name: words for name, words in _DEFINITIONS.items() if name in frame
     }
-    frame.attrs["order"] = [name for name in frame.columns if name not in _IN_MENU]
+    in_menu = (*_IN_MENU, *(_BESIDE_MISTAKES if MISTAKE_COLUMN in frame else ()))
+    frame.attrs["order"] = [name for name in frame.columns if name not in in_menu]
     return frame
 
 
@@ -108,6 +114,7 @@ def _run_row(entry: RunEntry, found: KnownRuns, reference: RunRow | None) -> dic
     changes = {} if reference is None else _change_columns(row, reference)
     return {
         "status": row["status"],
+        MISTAKE_COLUMN: row["training"] or "",
         "step time (ms)": ms(row["step_time_ns"]),
         "exposed (ms)": ms(row["exposed_ns"]),
         "peak (MiB)": mib(row["peak_allocated_bytes"]),
@@ -166,7 +173,7 @@ def _searched(entry: RunEntry, row: RunRow | None, note: RunNote | None) -> str:
     if note is not None:
         facts += [note.text, STAR_MARK if note.is_starred else ""]
     if row is not None:
-        texts = [row[name] for name in ("model", "plan", "status", "source")]
+        texts = [row[name] for name in ("model", "plan", "status", "source", "training")]
         facts += [text or "" for text in (*texts, *(row["tags"] or ()))]
     return " ".join(facts).lower()
 

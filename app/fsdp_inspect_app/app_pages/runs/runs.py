@@ -15,6 +15,7 @@ from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import catalog_reading, loading
 from fsdp_inspect_app.app_pages.runs.frames import (
     DATE_COLUMN,
+    MISTAKE_COLUMN,
     NAME_COLUMN,
     STEP_TIMES_COLUMN,
     frame_runs,
@@ -192,6 +193,7 @@ def _show_table(frame: pd.DataFrame, ids: Sequence[str]) -> list[str]:
         column_config={
             **column_formats(frame),
             "mark": st.column_config.TextColumn(width=90),
+            MISTAKE_COLUMN: st.column_config.TextColumn(width=250),
             STEP_TIMES_COLUMN: st.column_config.LineChartColumn(
                 width=80,
                 help="Step time of the timed steps of the median rank, from the first to the "
