@@ -385,8 +385,8 @@ class _Reader:
         """The numbers of the row of runs."""
         parts = (self._try(_key_numbers), self._try(_times), self._try(_breakdown))
         others = (self._try(_memory), self._try(_lifetime), self._try(_loss))
-        others += (self._try(lambda run: {"training": name_mistake(run)}),)
-        return {name: value for part in (*parts, *others) for name, value in (part or {}).items()}
+        found = {name: value for part in (*parts, *others) for name, value in (part or {}).items()}
+        return {**found, "training": self._try(name_mistake)}
 
     def units(self) -> list[Row]:
         """The rows of the table of units."""

@@ -30,7 +30,7 @@ from fsdp_inspect.comparison.differences import (
     compare_units,
 )
 from fsdp_inspect.comparison.increases import LineChange, compare_lines
-from fsdp_inspect.comparison.losses import LossesOfSide, compare_losses
+from fsdp_inspect.comparison.losses import compare_losses
 from fsdp_inspect.comparison.settings import (
     SettingDifference,
     compare_settings,
@@ -187,9 +187,9 @@ def _describe(side: MeasuredSide) -> Side:
 
 
 def _find_other_losses(sides: Sequence[MeasuredSide]) -> Iterator[str]:
-    first, *others = (LossesOfSide(side.label, [run.loss for run in side.runs]) for side in sides)
-    for other in others:
-        yield from compare_losses(first, other)
+    first, *others = ([run.loss for run in side.runs] for side in sides)
+    for side, other in zip(sides[1:], others, strict=True):
+        yield from compare_losses(first, other, (sides[0].label, side.label))
 
 
 def _find_run_caveats(sides: Sequence[MeasuredSide]) -> Iterator[str]:

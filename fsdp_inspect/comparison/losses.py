@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
 
 from fsdp_inspect.analysis.scalars import ScalarSeries
 from fsdp_inspect.formatting import plural
@@ -14,20 +13,20 @@ _LEAST_DIFFERENCE = 0.05
 """The smallest relative difference of all levels of two sides that is stated."""
 
 
-class LossesOfSide(NamedTuple):
-    """The losses of the runs of one side."""
-
-    label: str
-    losses: Sequence[ScalarSeries | None]
-    """The loss of each run, as `find_loss` returns it."""
+_Losses = Sequence[ScalarSeries | None]
 
 
-def compare_losses(first: LossesOfSide, other: LossesOfSide) -> Iterator[str]:
+def compare_losses(first: _Losses, other: _Losses, labels: tuple[str, str]) -> Iterator[str]:
     """State that the losses end at other levels, in the steps that all runs logged.
 
     The level of a run is the median of the last 9 of these steps.
+
+    Args:
+        first: The loss of each run of the first side, as `find_loss` returns it.
+        other: The same of the other side.
+        labels: The names of both sides.
     """
-    series = [[each for each in side.losses if each is not None] for side in (first, other)]
+    series = [[each for each in side if each is not None] for side in (first, other)]
     names = {each.name for side in series for each in side}
     if not all(series) or len(names) > 1:
         return
@@ -41,7 +40,7 @@ def compare_losses(first: LossesOfSide, other: LossesOfSide) -> Iterator[str]:
     if was == now or (math.isfinite(least) and high[0] - low[-1] <= least):
         return
     yield (
-        f"{names.pop()} ends at {_say(was)} in {first.label} and {_say(now)} in {other.label} "
+        f"{names.pop()} ends at {_say(was)} in {labels[0]} and {_say(now)} in {labels[1]} "
         f"(median of {plural(len(steps), 'value')}, the last at step {common[-1]}). This "
         "comparison does not show why."
     )

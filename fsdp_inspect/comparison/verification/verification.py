@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.contention import measure_contention
 from fsdp_inspect.analysis.provenance import measure_provenance
-from fsdp_inspect.analysis.scalars import find_loss, measure_scalars
+from fsdp_inspect.analysis.scalars import ScalarSeries, find_loss, measure_scalars
 from fsdp_inspect.analysis.step_times import measure_overlap
 from fsdp_inspect.analysis.trust import RunDelay, find_run_delay_difference, measure_trust
 from fsdp_inspect.analysis.units import measure_units
-from fsdp_inspect.comparison.losses import LossesOfSide, compare_losses
+from fsdp_inspect.comparison.losses import compare_losses
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import PlanDifference
 from fsdp_inspect.comparison.verification.judgement import (
@@ -191,7 +191,7 @@ def verify_prediction(
             *busier,
             *about_compute,
             *_about_memory(prediction, peak),
-            *compare_losses(_losses("the baseline", baselines), _losses("the run", runs)),
+            *compare_losses(_losses(baselines), _losses(runs), ("the baseline", "the run")),
         ),
         source=runs[0].manifest.source,
         run_ids=tuple(run.manifest.run_id for run in runs),
@@ -215,8 +215,8 @@ def verify_prediction(
 # --- measurements
 
 
-def _losses(label: str, runs: Sequence[RunSource]) -> LossesOfSide:
-    return LossesOfSide(label, [find_loss(measure_scalars(run)) for run in runs])
+def _losses(runs: Sequence[RunSource]) -> list[ScalarSeries | None]:
+    return [find_loss(measure_scalars(run)) for run in runs]
 
 
 @dataclass(frozen=True, slots=True)
