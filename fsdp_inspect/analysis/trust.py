@@ -137,6 +137,8 @@ class Trust:
     """Whether the rank sends to others or receives from them in these steps."""
     other_plain_steps: OtherPlainSteps | None = None
     """None: plain and detailed steps do not differ clearly in time."""
+    has_other_order: bool = False
+    """Whether the ranks issued different collectives, which the recorder saw."""
     long_steps: LongSteps | None = None
     """Rare steps that cost time, which no typical step shows."""
 
@@ -311,7 +313,12 @@ class Trust:
             f"Each step leaves {format_bytes(self.growth_bytes_per_step or 0)} allocated, so no "
             "plan fits for long: find what keeps the memory first."
         )
+        order = (
+            "The ranks issued different collectives, so results of this run are wrong, and no "
+            "prediction describes a right step: `fsdp-inspect diagnose` names the first difference."
+        )
         found = (
+            order if self.has_other_order else None,
             grows if self.growth_bytes_per_step else None,
             kinds if self.has_several_kinds else None,
             spread if self.spread_ratio >= MAX_SPREAD_RATIO else None,
@@ -423,6 +430,9 @@ def _measure_trust(run: RunSource) -> Trust:
         host_behind_ratio=_measure_host_behind(run),
         other_plain_steps=usual
         and find_other_plain_steps(usual[0].steps, usual[0].step_time_ns, usual[1]),
+        has_other_order=any(
+            run.black_box(rank, at_desync=True) is not None for rank in _few_ranks(run)
+        ),
         long_steps=measure_drift(run).long_steps,
     )
 

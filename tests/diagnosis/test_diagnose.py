@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect import Run
+from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown, diagnose
 from fsdp_inspect.report.diagnosis import (
     describe_diagnosis,
@@ -511,6 +512,8 @@ def test_a_difference_stays_the_answer_when_later_collectives_have_overwritten_i
     run = replace(run, dumps={rank: [term] for rank in pair})
 
     found = diagnose(replace(run, desync_boxes=then))
+    [caveat] = measure_trust(replace(run, desync_boxes=then)).prediction_caveats
+    assert caveat.startswith("The ranks issued different collectives, so results of this run are")
 
     assert (found.problem, found.ranks, found.step) == (ProblemClass.ORDER_DIVERGED, (1,), 1)
     assert [event.kind.value for event in found.events] == ["desync", "end"]
