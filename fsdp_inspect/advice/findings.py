@@ -172,8 +172,8 @@ def _late_ranks(evidence: Evidence) -> Iterator[Finding]:
         (),
         f"Waiting for late ranks takes {format_ratio(late / step)} of the step.",
         f"{format_ns(late)} of {format_ns(exposed)} of exposed time is waiting for ranks that "
-        f"arrive late at a collective. No single rank or group costs "
-        f"{format_ratio(STRAGGLER_RATIO)} of the step.",
+        f"arrive late at a collective. No single rank or group is known "
+        f"to cost {format_ratio(STRAGGLER_RATIO)} of the step.",
         ("Find out when ranks arrive late: fsdp-inspect show RUN ranks.",),
         {"exposed_ns": exposed},
         limits=True,
