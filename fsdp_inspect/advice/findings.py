@@ -234,6 +234,8 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
     balanced = evidence.verdict.numbers.get("balanced_ns")
     between = evidence.verdict.numbers.get("late_between_ns") or 0
     sentence = f"Saves at most {format_ns(cost)} a step."
+    if limit in (Limit.COLLECTION, Limit.HOST_STOP):
+        sentence = f"Saves at most {format_ns(cost)} a step on average."
     if limit is Limit.COMMUNICATION:  # of the script: the fix removes calls
         sentence = f"Saves up to {format_ns(cost)} of waits a step{AND_HOST_WORK}"
     if limit in _LATE:  # an estimate, and no bound

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from fsdp_inspect.advice.evidence import SIMULATED_PLANS, Effect, Evidence, Finding
+from fsdp_inspect.advice.evidence import AND_HOST_WORK, SIMULATED_PLANS, Effect, Evidence, Finding
 from fsdp_inspect.analysis.plan_check.unit_waste import padding_bytes
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.analysis.verdict.facts import DOMINANT_UNIT_RATIO, OVERSIZED_RATIO

@@ -17,6 +17,7 @@ of these hold:
   counts time and not collectives: a rank with slow data is late at one collective per step, and no
   more often than others elsewhere. Collectives of other ranks do not count: on a mesh, its TP group
   waits for it first, and then other ranks wait for its TP group.
+  If they do not, but the replay is shorter without it, the result is unknown.
 - Where it is last, it is later than the uncertainty of the clocks, on average.
 - The typical step is at least 2% shorter without it. The cost is the systematic part: the smallest
   of two replayed differences and the median extra work (`RankPricing.without`,
@@ -521,8 +522,9 @@ def _find_straggler(
     if not evidence.are_waited_for([row.rank]):
         return None, _judge_messages(evidence, row.rank) or (
             f"rank {row.rank} works longest in most steps, by {format_ns(work.excess_ns(row.rank))}"
-            f" a step. Other ranks wait at collectives where it arrives last for less than half of "
-            "that, so it may not be what they wait for."
+            f" a step, and the replay is {format_ns(cost)} a step shorter without it. Where rank "
+            f"{row.rank} arrives last, other ranks wait for less than half of its extra work, so "
+            "they may wait for another reason."
         )
     if replay.error_ratio > MAX_ERROR_RATIO or cost < replay.error_ratio * evidence.step_time_ns:
         return None, (
