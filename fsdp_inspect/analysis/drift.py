@@ -10,8 +10,8 @@ rarely does.
 
 [Note: Long steps] A step is long if it takes at least twice the median between the change points
 around it. Long steps are stated if they are at least 3, at most one in four, and cost at least 5%
-of the time of all steps: the typical step, the middle half, leaves them out. On a machine without free cores,
-these also make steps long, so the distance must be regular.
+of the time of all steps: the typical step is the mean over the middle half and leaves them out. On
+a machine without free cores, these also make steps long, so the distance must be regular.
 
 The last part of this file finds what changed with a change point, or in long steps.
 """

@@ -522,8 +522,8 @@ def _find_straggler(
     if not evidence.are_waited_for([row.rank]):
         return None, _judge_messages(evidence, row.rank) or (
             f"rank {row.rank} works longest in most steps, by {format_ns(work.excess_ns(row.rank))}"
-            f" a step, and the replay is {format_ns(cost)} a step shorter without it. Where rank "
-            f"{row.rank} arrives last, other ranks wait for less than half of its extra work, so "
+            f" a step, and the replay is {format_ns(cost)} a step shorter without it. The arrivals "
+            "at collectives do not show that other ranks wait for at least half of this work, so "
             "they may wait for another reason."
         )
     if replay.error_ratio > MAX_ERROR_RATIO or cost < replay.error_ratio * evidence.step_time_ns:
