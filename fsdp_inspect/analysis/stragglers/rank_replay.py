@@ -4,8 +4,9 @@ The replay is a discrete-event simulation of all ranks. Each rank runs a program
 on its clock (compute stream; CPU: main thread), after each of which it issues a collective or
 begins to wait for one. A collective ends when its last rank has arrived and the previous collective
 on its communicator has ended, plus its transfer: the recorded time from the last arrival to the
-first exit, on one clock. Each rank leaves the collective with its recorded lag behind the first
-rank (for example, because its host wakes up late). A rank arrives in one of three ways:
+first exit, on one clock. Only ranks that wait for each other take part (`find_connected`). Each
+rank leaves the collective with its recorded lag behind the first rank (for example, because its
+host wakes up late). A rank arrives in one of three ways:
 
     at its work       the stream reached the collective while the rank worked: after the same work
     in a wait         it was issued while the rank waited: at the same time after the wait began
