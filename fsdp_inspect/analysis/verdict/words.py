@@ -437,7 +437,10 @@ def _phrase_straggler(facts: StepFacts) -> Words:
         )
     differs = f"Find out how rank {straggler.rank}{host} differs from the other ranks"
     shows = "`fsdp-inspect show RUN ranks` shows the numbers."
-    look = f"{differs}: clocks, heat, another job, a slower link, more work in its batches. {shows}"
+    look = (
+        f"{differs}: clocks, heat, another job or thread, a slower link, more work in its batches. "
+        f"{shows}"
+    )
     if straggler.meanwhile == "other":
         look = (
             f"{differs} in the code outside of forward, backward, optimizer and data loader: "
@@ -537,8 +540,8 @@ def _advise_slow_group(group: SlowGroup) -> str:
     if name.startswith("stage "):
         return f"Move layers from {name} to other stages, or check its machine. {shows}"
     return (
-        f"Find out how {name} differs: clocks, heat, another job, a slower link, larger batches, "
-        f"more work for the same batch. {shows}"
+        f"Find out how {name} differs: clocks, heat, another job or thread, a slower link, larger "
+        f"batches, more work for the same batch. {shows}"
     )
 
 
