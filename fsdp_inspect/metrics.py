@@ -222,7 +222,7 @@ _ALL = (
         "other_ns",
         "other",
         _NS,
-        "the rest of the step: loss, clipping, logging, zero_grad, batches of no DataLoader",
+        "the rest of the step: loss, clipping, logging, generation, batches of no DataLoader",
     ),
     Metric(
         "kept_ns",

@@ -24,6 +24,8 @@ MOST_ROWS = 3
 """The highest number of events that a finding or a suggestion shows."""
 
 
+AND_HOST_WORK = ", and the host's work for these calls, which is not measured apart."
+"""The end of the effect of a fix that removes collectives: their waits are no bound."""
 SIMULATED_PLANS = "the simulated plans"
 """`Effect.predicted_by` of findings that only name a change of the plan."""
 
@@ -151,6 +153,7 @@ class Effect:
     saved_low_ns: int | None = None
     """Time saved a step; None: no time is predicted."""
     saved_high_ns: int | None = None
+    """Of what is measured: the host's work for calls that a fix removes is not in it."""
     added_low_bytes: int | None = None
     """Bytes added to the peak; negative: the peak falls. None: no memory is predicted."""
     added_high_bytes: int | None = None

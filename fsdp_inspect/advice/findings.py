@@ -10,7 +10,7 @@ analysis. Its effect is a bound, and no time is counted twice ([Note: no ms twic
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from fsdp_inspect.advice.evidence import Effect, Evidence, Finding, TraceRow
+from fsdp_inspect.advice.evidence import AND_HOST_WORK, Effect, Evidence, Finding, TraceRow
 from fsdp_inspect.advice.setting_findings import find_costly_settings, write_sharding
 from fsdp_inspect.advice.trace_findings import find_in_trace
 from fsdp_inspect.analysis.memory.fit import FitVerdict
@@ -172,8 +172,8 @@ def _late_ranks(evidence: Evidence) -> Iterator[Finding]:
         (),
         f"Waiting for late ranks takes {format_ratio(late / step)} of the step.",
         f"{format_ns(late)} of {format_ns(exposed)} of exposed time is waiting for ranks that "
-        f"arrive late at a collective. No single rank or group costs "
-        f"{format_ratio(STRAGGLER_RATIO)} of the step.",
+        f"arrive late at a collective. No single rank or group is known "
+        f"to cost {format_ratio(STRAGGLER_RATIO)} of the step.",
         ("Find out when ranks arrive late: fsdp-inspect show RUN ranks.",),
         {"exposed_ns": exposed},
         limits=True,
@@ -204,7 +204,7 @@ def _outside(evidence: Evidence) -> Iterator[Finding]:
         (remedy,),
         {"exposed_other_ns": exposed},
         effect=Effect(
-            sentence=f"Saves at most {format_ns(exposed)} a step, all waits for them.",
+            sentence=f"Saves up to {format_ns(exposed)} of waits a step{AND_HOST_WORK}",
             saved_low_ns=0,
             saved_high_ns=round(exposed),
         ),
@@ -234,6 +234,10 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
     balanced = evidence.verdict.numbers.get("balanced_ns")
     between = evidence.verdict.numbers.get("late_between_ns") or 0
     sentence = f"Saves at most {format_ns(cost)} a step."
+    if limit in (Limit.COLLECTION, Limit.HOST_STOP):
+        sentence = f"Saves at most {format_ns(cost)} a step on average."
+    if limit is Limit.COMMUNICATION:  # of the script: the fix removes calls
+        sentence = f"Saves up to {format_ns(cost)} of waits a step{AND_HOST_WORK}"
     if limit in _LATE:  # an estimate, and no bound
         saves = f"Saves about {format_ns(cost)} a step, estimated from the extra work in the steps."
         sentence = " ".join([saves, *describe_extra_between(between)])

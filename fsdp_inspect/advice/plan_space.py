@@ -155,9 +155,15 @@ class Space:
         return is_flag and _OF_FSDP1.issuperset(choice.changed) and choice.effort[1] < 2
 
     def can_prefetch(self, choice: Choice) -> bool:
-        """Whether gathers can run in parallel with compute under a choice."""
+        """Whether gathers can run in parallel with compute under a choice, and of another unit."""
+        if not self.has_several_units(choice.grouping):
+            return False
         is_async = any(unit.unshard_async_op for unit in self.plan.units)
         return not self.holds_host or (choice.async_gathers or is_async)
+
+    def has_several_units(self, grouping: str | None) -> bool:
+        """Whether there is another unit to prefetch."""
+        return len((self.plan if grouping is None else self.groupings[grouping]).units) > 1
 
     def add_merge(self, grouping: str | None, first: str, second: str) -> str | None:
         """Add a grouping that merges two units of another grouping.

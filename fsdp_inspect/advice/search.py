@@ -138,7 +138,8 @@ class Search:
             starts += [Choice(async_gathers=True, forward_prefetch=1)]
         reshards = (None, False, True, *self._groups_in_a_node()[:1])
         for grouping, reshard, start in product((None, *space.groupings), reshards, starts):
-            yield replace(start, grouping=grouping, reshard=reshard)
+            if not start.effort[1] or space.has_several_units(grouping):
+                yield replace(start, grouping=grouping, reshard=reshard)
 
     def _smaller_groups(self) -> Iterator[Choice]:
         """Let fewer ranks keep the parameters: gathers take less time, and memory rises."""

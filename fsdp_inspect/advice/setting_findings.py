@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from fsdp_inspect.advice.evidence import SIMULATED_PLANS, Effect, Evidence, Finding
+from fsdp_inspect.advice.evidence import AND_HOST_WORK, SIMULATED_PLANS, Effect, Evidence, Finding
 from fsdp_inspect.analysis.plan_check.unit_waste import padding_bytes
 from fsdp_inspect.analysis.verdict import Limit
 from fsdp_inspect.analysis.verdict.facts import DOMINANT_UNIT_RATIO, OVERSIZED_RATIO
@@ -190,7 +190,7 @@ def _frozen(evidence: Evidence) -> Iterator[Finding]:
         ),
         rows=evidence.rows(lambda wait: wait.kind == "all_gather"),
         effect=Effect(
-            sentence=f"Saves at most {format_ns(waited)} a step, all waits for all-gathers. A rank "
+            sentence=f"Saves up to {format_ns(waited)} of waits a step{AND_HOST_WORK} A rank "
             f"then stores {format_bytes(more)} more.",
             saved_low_ns=0,
             saved_high_ns=waited,
@@ -527,7 +527,7 @@ def _tiny_gathers(evidence: Evidence) -> Iterator[Finding]:
         {"exposed_all_gather_ns": exposed},
         rows=evidence.rows(lambda wait: wait.kind == "all_gather"),
         effect=Effect(
-            sentence=f"Saves at most {format_ns(exposed)} a step, all waits for all-gathers.",
+            sentence=f"Saves up to {format_ns(exposed)} of waits a step{AND_HOST_WORK}",
             saved_low_ns=0,
             saved_high_ns=exposed,
             is_exposed=True,

@@ -9,9 +9,9 @@ sides differ in the same direction. Outliers therefore give no change point, and
 rarely does.
 
 [Note: Long steps] A step is long if it takes at least twice the median between the change points
-around it. Long steps are stated if they are at least 3, at most one in five, and cost at least 5%
-of the time of all steps: a typical step shows nothing of them. On a machine without free cores,
-these also make steps long, so the distance must be regular.
+around it. Long steps are stated if they are at least 3, at most one in four, and cost at least 5%
+of the time of all steps: the typical step is the mean over the middle half and leaves them out. On
+a machine without free cores, these also make steps long, so the distance must be regular.
 
 The last part of this file finds what changed with a change point, or in long steps.
 """
@@ -50,7 +50,7 @@ _LEAST_CHANGE = 0.1
 _LEAST_SEPARATION = 0.97
 _LONG_RATIO = 2.0
 _FEWEST_LONG = 3
-_USUAL_PER_LONG = 5
+_STEPS_PER_LONG = 4
 _LEAST_COST = 0.05
 _FEWEST_REGULAR = 4
 _LEAST_REGULAR = 0.7
@@ -291,7 +291,7 @@ def _find_long_steps(
     extra = times - usual
     cost = float(extra[is_long].sum() / times.sum()) if len(times) else 0.0
     number = int(is_long.sum())
-    if number < _FEWEST_LONG or number > len(times) / _USUAL_PER_LONG or cost < _LEAST_COST:
+    if number < _FEWEST_LONG or number > len(times) / _STEPS_PER_LONG or cost < _LEAST_COST:
         return None
     distance = _find_distance(member.steps[is_long])
     devices = run.devices(member.rank)

@@ -486,7 +486,7 @@ class _Life:
         note = (
             f"The waits of {detailed[0]} of {whole[0]} steps are recorded (detailed steps). "
             "Exposed and host-bound time is scaled to all of them"
-            + (f" by their number. {other.sentence}" if other else ".")
+            + (" by their number, because plain steps take other times." if other else ".")
         )
         return (
             tuple(PhaseTime(name, ns, self._ratio(ns)) for name, ns in parts.items()),

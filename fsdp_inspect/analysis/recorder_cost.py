@@ -73,8 +73,9 @@ class RecorderCost:
         above = f", above its budget of {format_ratio(self.budget_ratio)}" if is_above else ""
         blocks = plural(self.num_blocks, "block")
         return (
-            f"Recorder: at least {format_ratio(max(self.ratio, 0.0))} of the step time ({low} to "
-            f"{high}){above}, measured in {blocks} of this run; {steps}."
+            f"Recorder: {format_ratio(max(self.ratio, 0.0))} of the step time ({low} to {high})"
+            f"{above}, measured in {blocks} of this run, which does not show all of its cost; "
+            f"{steps}."
         )
 
 

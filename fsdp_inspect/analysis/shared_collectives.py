@@ -17,10 +17,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.trace.codes import EventKind, Method
+from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Method
 from fsdp_inspect.trace.mesh_dimensions import members_of
 from fsdp_inspect.trace.run import ProcessGroup, RunSource
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.tables import EventTable, is_any_of
 
 NO_KEY = -1
 """The key of a row without a match."""
@@ -183,7 +183,31 @@ SYNCHRONISING = frozenset(
     {EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE, EventKind.BARRIER}
 )
 """The collectives that no rank leaves before all ranks have entered."""
+MATCHED = COLLECTIVES - {EventKind.POINT_TO_POINT}
+"""The collectives of a whole group. In some, as in a broadcast, only some ranks wait for others."""
 _MAX_READ_MORE = 8
+
+
+def find_connected(
+    kind: NDArray[np.int8], key: _Int64, turn_ns: _Int64, end_ns: _Int64
+) -> NDArray[np.bool_]:
+    """Return which ranks wait for each other at a collective, from one row of each rank.
+
+    A broadcast has one source, and its receivers wait for it. The source is not recorded. A rank
+    that arrives after another rank has left delays nobody, so those that arrive before count.
+
+    Args:
+        kind: Kinds of `MATCHED`.
+        key: Keys of `Matching`.
+        turn_ns: The arrival of each rank, on one clock.
+        end_ns: Its exit.
+    """
+    _, place = np.unique(key, return_inverse=True)
+    first_exit = np.full(len(key), np.iinfo(np.int64).max)
+    np.minimum.at(first_exit, place, end_ns)
+    together = is_any_of(kind, SYNCHRONISING) | (turn_ns <= first_exit[place])
+    connected: NDArray[np.bool_] = together & (key != NO_KEY)
+    return connected
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,7 +324,8 @@ class Trust:
             spread if self.spread_ratio >= MAX_SPREAD_RATIO else None,
             PIPELINE_CAVEAT if self.is_pipeline else None,
             self._host_caveat,
-            self.time_caveat,
+            self._cores_caveat,
+            self.caveat_beside_cores,
         )
         return tuple(each for each in found if each is not None)
 

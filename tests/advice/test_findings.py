@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_inspect.advice.evidence import Effect, Evidence, Finding
+from fsdp_inspect.advice.evidence import AND_HOST_WORK, Effect, Evidence, Finding
 from fsdp_inspect.advice.findings import find_first_things
 from fsdp_inspect.advice.gain_parts import attribute_gains
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse
@@ -311,9 +311,27 @@ def test_communication_outside_fsdp_is_a_finding_beside_the_plan():
     )
     found = [each for each in find_first_things(evidence_of(exposed)) if "outside" in each.sentence]
     assert [each.effect.saved_high_ns for each in found] == [14]
+    assert found[0].effect.sentence == f"Saves up to 14 ns of waits a step{AND_HOST_WORK}"
     assert "full_tensor()" in found[0].do[0]
     small = replace(exposed, other_part=replace(part, exposed_ns=3, total_ns=3))
     assert not any("outside" in each.sentence for each in find_first_things(evidence_of(small)))
+
+
+def test_waits_for_the_script_s_own_collectives_are_no_bound_of_the_saving():
+    """The calls that a fix removes also take host time, which is part of other times."""
+    part = OtherPart(
+        kind="all_gather", phase="outside", dimension="shard", exposed_ns=40, total_ns=40
+    )
+    exposed = replace(FACTS, exposed_ns=40, other_part=part, exposed_by_kind_ns={"other": 40})
+    limit = find_first_things(evidence_of(exposed))[0]
+    assert limit.effect.sentence == f"Saves up to 40 ns of waits a step{AND_HOST_WORK}"
+    assert limit.effect.saved_high_ns == 40
+
+
+def test_it_is_not_claimed_that_no_rank_costs_time():
+    evidence = replace(evidence_of(replace(FACTS, exposed_ns=40)), causes_ns={"straggler": 30})
+    [late] = [each for each in find_first_things(evidence) if each.rule == "R32"]
+    assert "No single rank or group is known to cost 5% of the step." in late.evidence
 
 
 def test_a_straggler_keeps_its_gain_if_no_plan_is_credited_with_its_waits():

@@ -79,6 +79,14 @@ def test_a_slow_network_between_nodes_gives_a_share_within_each_node(
     assert scorer.score(found.fastest).step_ns < 0.8 * scorer.recorded.step_ns
 
 
+def test_one_unit_has_no_other_unit_to_prefetch(monkeypatch: pytest.MonkeyPatch):
+    scorer = bench_on(monkeypatch)
+    search(scorer, None)
+    alone = [each for each in scorer.scores if each.grouping == "make the whole model one unit"]
+    assert alone
+    assert all(each.effort[1] == 0 for each in alone)
+
+
 def test_smaller_groups_are_not_played_where_all_ranks_share_a_node(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -22,4 +22,4 @@ def test_a_rare_stop_is_a_part_of_the_mean_step_and_not_of_the_typical_one() -> 
     run = builder.build()
     (cost,) = measure_host_stops(run).stops
     assert (cost.duration_ns, cost.mean_step_ns) == (180 * MS, 280 * MS)
-    assert measure_summary(run).verdict.sentence == "Recompilations take 64.3% of the step."
+    assert measure_summary(run).verdict.sentence == "Recompilations take 64.3% of the mean step."

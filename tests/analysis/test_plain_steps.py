@@ -174,7 +174,7 @@ def exposed_ns(run: InMemoryRun) -> int:
 def test_waits_are_scaled_by_number_where_plain_steps_differ():
     run = run_of(changing())
     assert exposed_ns(run) == 179 * 10_000_000
-    assert "all of them by their number. These figures describe" in measure_lifetime(run).notes[-1]
+    assert "all of them by their number, because plain" in measure_lifetime(run).notes[-1]
     assert "by their number" not in measure_lifetime(run_of(np.full(STEPS, 100.0))).notes[-1]
 
 
@@ -195,6 +195,14 @@ def test_rare_long_steps_are_counted_with_their_part_and_distance():
         "25 steps. They cost 8.9% of the time of all steps, and the typical step leaves them out."
     )
     assert drift.long_steps.sentence in measure_summary(run).verdict.why
+
+
+def test_a_save_of_each_fifth_step_is_long_and_not_typical():
+    """From the first step on, that is one step more than a fifth of them."""
+    run = run_of(refilled(5, first=0))
+    assert measure_drift(run).long_steps.distance == 5
+    sentence = measure_drift(run).long_steps.sentence
+    assert sentence in measure_trust(run).prediction_caveats
 
 
 def test_the_rank_whose_data_makes_steps_long_is_named():
@@ -219,7 +227,7 @@ def test_irregular_long_steps_are_not_stated_where_cores_are_missing():
 
 
 @pytest.mark.parametrize(
-    "times", [refilled(90), refilled(4), refilled(25, 190.0), refilled(25, 220.0)[:60], noise(0)]
+    "times", [refilled(90), refilled(3), refilled(25, 190.0), refilled(25, 220.0)[:60], noise(0)]
 )
 def test_few_frequent_or_cheap_long_steps_are_not_stated(times):
     assert measure_drift(run_of(times)).long_steps is None

@@ -438,6 +438,25 @@ def test_where_it_is_not_known_what_fsdp_issued_nothing_is_said_of_it():
     )
 
 
+@pytest.mark.parametrize(("total_ms", "is_named"), [(20, True), (1, False)])
+def test_the_loop_s_own_collectives_beside_ddp_come_before_a_smaller_gain(total_ms, is_named):
+    part = OtherPart(
+        kind="barrier", phase="outside", dimension="", exposed_ns=15 * MS, total_ns=total_ms * MS
+    )
+    steps = give_verdict(
+        facts(
+            exposed_ns=40 * MS,
+            knows_fsdp=False,
+            between_passes=part,
+            top=waiting("all_reduce", "backward"),
+            causes_ns={"bandwidth": 6 * MS},
+        )
+    ).next_steps
+    assert steps[-1].startswith("Send fewer bytes")
+    words = "optimizer are exposed for 20.0 ms, most of all the barrier: 15.0 ms."
+    assert (words in steps[0]) is is_named
+
+
 def test_a_wait_outside_fsdp_is_not_blamed_on_a_unit():
     top = Waiting(fqn=None, kind="all_reduce", phase="outside", exposed_ns=8 * MS)
     verdict = give_verdict(facts(exposed_ns=15 * MS, top=top))

@@ -1,6 +1,8 @@
 """Record two ranks on separate disks; the last one sleeps in each forward of a block.
 
-torchrun --nproc-per-node 2 straggler_driver.py FOLDER
+With `broadcast`, rank 0 sleeps instead, and then sends a value to the other rank.
+
+torchrun --nproc-per-node 2 straggler_driver.py FOLDER [broadcast]
 """
 
 import sys
@@ -17,6 +19,7 @@ from fsdp_inspect.recording.torch_api.process_groups import release_process_grou
 NUM_BLOCKS = 4
 SLEEP_S = 0.05
 NUM_STEPS = 14
+IS_BROADCAST = sys.argv[2:] == ["broadcast"]
 
 
 class Block(torch.nn.Module):
@@ -27,7 +30,7 @@ class Block(torch.nn.Module):
         self.layer = torch.nn.Linear(64, 64)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        if dist.get_rank() == dist.get_world_size() - 1:
+        if not IS_BROADCAST and dist.get_rank() == dist.get_world_size() - 1:
             time.sleep(SLEEP_S)
         return torch.relu(self.layer(batch))
 
@@ -49,6 +52,9 @@ def main() -> None:
                 model(torch.randn(16, 64)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                if IS_BROADCAST:
+                    time.sleep(NUM_BLOCKS * SLEEP_S * (dist.get_rank() == 0))
+                    dist.broadcast(torch.zeros(1), src=0)
     dist.destroy_process_group()
 
 

@@ -42,6 +42,19 @@ def test_the_rank_that_sleeps_is_found_and_costs_its_sleep(run: StoredRun) -> No
     assert 0.5 * slept_ns < ranks.straggler.cost_ns < ranks.replay.recorded_ns
 
 
+def test_the_rank_that_sleeps_before_a_broadcast_costs_its_sleep(
+    run_ranks: Torchrun, tmp_path: Path
+) -> None:
+    run_ranks(str(DRIVER), str(tmp_path), "broadcast", num_ranks=2)
+    parts = [tmp_path / "node-0" / "run", tmp_path / "node-1" / "run"]
+    ranks = measure_ranks(open_run(merge_runs(parts, tmp_path / "merged").path))
+    if ranks.straggler is None:  # other programs took its cores while the test ran
+        assert "has no CPU core" in (ranks.straggler_refusal or "")
+        return
+    assert ranks.straggler.rank == 0
+    assert ranks.straggler.cost_ns > 0.5 * NUM_BLOCKS * SLEEP_S * 1e9
+
+
 def test_the_waits_that_are_shown_are_those_for_the_rank_that_sleeps(run: StoredRun) -> None:
     exposed = measure_rank_waits(run).exposed
     assert exposed is not None

@@ -21,7 +21,7 @@ optimizer                100 ns    10%  ███
 data                      50 ns     5%  ██
 other                     60 ns     6%  ██
 = step                  1.00 µs   100%
-  Other (60 ns): the rest of the step: loss, clipping, logging, zero_grad,
+  Other (60 ns): the rest of the step: loss, clipping, logging, generation,
   batches of no DataLoader. To split it, record with --profile-steps 20:23.
 
 Communication by mesh dimension

@@ -32,6 +32,7 @@ from fsdp_inspect.formatting import format_bytes, format_steps, format_unit, lis
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.tables import EventTable
 
 MOST_STEPS = 20
 """The number of timed steps to check. Later steps are skipped, because a plan acts equally in
@@ -70,7 +71,8 @@ class LoopFacts:
     microbatches: int
     """Backward passes per step. It is the highest number of any checked step."""
     sync: str
-    """Microbatches that reduce gradients: `every`, `last`, `all_reduce_last`, `some`, `never`."""
+    """Microbatches that reduce gradients: `every`, `last`, `all_reduce_last`, `some`, `never`;
+    empty: not read."""
     kept_between_microbatches: tuple[str, ...]
     """Units that stay unsharded from one microbatch to the next."""
     adds_up: bool = True
@@ -112,7 +114,8 @@ def check_plan(run: RunSource) -> PlanCheck:
     own = set(events.step[events.kind == EventKind.STEP].tolist())
     observed = ObservedCollectives(events, [step for step in steps if step in own])
     if not observed.has_passes:
-        return _unknown(manifest, "the run does not record forward and backward of its units")
+        checked = _unknown(manifest, "the run does not record forward and backward of its units")
+        return replace(checked, loop=_count_backwards(manifest, events, observed.steps))
     return _check(manifest, rank, observed)
 
 
@@ -347,6 +350,22 @@ def _describe_loop(observed: ObservedCollectives, kept: Sequence[str]) -> LoopFa
         microbatches=_most_frequent(Counter(step for step, _ in ran).values()),
         sync=_name_sync(ran, lasts, observed.reducing & ran, observed.all_reducing & ran),
         kept_between_microbatches=tuple(kept),
+    )
+
+
+def _count_backwards(
+    manifest: RunManifest, events: EventTable, steps: Sequence[int]
+) -> LoopFacts | None:
+    """Count the backwards of the whole model in a step, as DDP has them; None without any."""
+    own = events.where((events.kind == EventKind.BACKWARD) & np.isin(events.step, steps))
+    ran = {*zip(own.step.tolist(), own.microbatch.tolist(), strict=True)}
+    if not ran:
+        return None
+    return LoopFacts(
+        microbatches=_most_frequent(Counter(step for step, _ in ran).values()),
+        sync="",
+        kept_between_microbatches=(),
+        adds_up=manifest.observed.get("gradients_between_backwards") == "kept",
     )
 
 

@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.clocks.alignment import Alignment
-from fsdp_inspect.analysis.shared_collectives import NO_KEY, SYNCHRONISING, Matching, queue_up
+from fsdp_inspect.analysis.shared_collectives import (
+    MATCHED,
+    NO_KEY,
+    SYNCHRONISING,
+    Matching,
+    find_connected,
+    queue_up,
+)
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
@@ -122,7 +129,7 @@ class Lateness:
 def find_arrivals(
     run: RunSource, ranks: Sequence[int], steps: Sequence[int], alignment: Alignment
 ) -> Arrivals:
-    """Measure the arrivals of some ranks at the synchronising collectives that they share.
+    """Measure the arrivals of some ranks at the collectives at which they wait for each other.
 
     Args:
         run: A recorded run.
@@ -131,7 +138,7 @@ def find_arrivals(
         alignment: The clocks. Arrivals of ranks that are not aligned are unknown.
     """
     matching = Matching(run.manifest.process_groups, run.manifest.world_size)
-    parts = [_of_rank(run, rank, steps, alignment, matching) for rank in ranks]
+    parts = _connected([_of_rank(run, rank, steps, alignment, matching) for rank in ranks])
     keys = np.concatenate([part.key for part in parts] or [np.empty(0, dtype=np.int64)])
     unique, first, counts = np.unique(keys, return_index=True, return_counts=True)
     shared = counts > 1
@@ -165,16 +172,35 @@ class _RankPart:
     duration_ns: _Int64
     rows: EventTable
 
+    def where(self, mask: NDArray[np.bool_]) -> "_RankPart":
+        return _RankPart(
+            self.key[mask], self.arrival_ns[mask], self.duration_ns[mask], self.rows.where(mask)
+        )
+
 
 def _of_rank(
     run: RunSource, rank: int, steps: Sequence[int], alignment: Alignment, matching: Matching
 ) -> _RankPart:
-    rows = run.events(rank, steps=steps, kinds=sorted(SYNCHRONISING))
-    key = matching.keys(rows, rank)
+    is_aligned = rank in alignment.clocks
+    rows = run.events(rank, steps=steps, kinds=sorted(MATCHED if is_aligned else SYNCHRONISING))
     turn = queue_up(rows).turn_ns
-    known = key != NO_KEY
-    rows, key, turn = rows.where(known), key[known], turn[known]
-    arrival = np.full(len(rows), NEVER)
-    if rank in alignment.clocks:
-        arrival = alignment.to_reference(rank, turn)
-    return _RankPart(key, arrival, np.maximum(rows.end_ns - turn, 0), rows)
+    arrival = alignment.to_reference(rank, turn) if is_aligned else np.full(len(rows), NEVER)
+    duration = np.maximum(rows.end_ns - turn, 0)
+    part = _RankPart(matching.keys(rows, rank), arrival, duration, rows)
+    return part.where(part.key != NO_KEY)
+
+
+def _connected(parts: Sequence[_RankPart]) -> list[_RankPart]:
+    """Leave out the ranks that do not wait at a collective, such as those late at a broadcast."""
+    if not parts:
+        return []
+    kind, key, arrival, duration = (
+        np.concatenate(columns)
+        for columns in zip(
+            *((part.rows.kind, part.key, part.arrival_ns, part.duration_ns) for part in parts),
+            strict=True,
+        )
+    )
+    mask = find_connected(kind, key, arrival, arrival + duration)
+    bounds = np.cumsum([len(part.key) for part in parts])[:-1]
+    return [part.where(own) for part, own in zip(parts, np.split(mask, bounds), strict=True)]

@@ -4,8 +4,9 @@ The replay is a discrete-event simulation of all ranks. Each rank runs a program
 on its clock (compute stream; CPU: main thread), after each of which it issues a collective or
 begins to wait for one. A collective ends when its last rank has arrived and the previous collective
 on its communicator has ended, plus its transfer: the recorded time from the last arrival to the
-first exit, on one clock. Each rank leaves the collective with its recorded lag behind the first
-rank (for example, because its host wakes up late). A rank arrives in one of three ways:
+first exit, on one clock. Only ranks that wait for each other take part (`find_connected`). Each
+rank leaves the collective with its recorded lag behind the first rank (for example, because its
+host wakes up late). A rank arrives in one of three ways:
 
     at its work       the stream reached the collective while the rank worked: after the same work
     in a wait         it was issued while the rank waited: at the same time after the wait began
@@ -25,16 +26,17 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.clocks.alignment import Alignment
 from fsdp_inspect.analysis.shared_collectives import (
+    MATCHED,
     NO_KEY,
     NOTHING_AHEAD,
-    SYNCHRONISING,
     Matching,
+    find_connected,
     queue_up,
 )
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.tables import EventTable, is_any_of
 
 _Int64 = NDArray[np.int64]
 _KINDS = sorted({*COLLECTIVES, EventKind.STEP, EventKind.COMPUTE})
@@ -94,6 +96,7 @@ class Replay:
     def __init__(self, run: RunSource, programs: Sequence[Program]):
         self._matching = Matching(run.manifest.process_groups, run.manifest.world_size)
         self._programs = {program.rank: program for program in programs}
+        self._connected = self._find_connected(programs)
         self._recorded = _Recorded()
         for program in programs:
             self._recorded.add(program, self._keys(program, program.rank))
@@ -140,8 +143,20 @@ class Replay:
     def _keys(self, program: Program, rank: int) -> list[int]:
         """Return the keys of a program's collectives if this rank runs the program."""
         keys = self._matching.keys(program.collectives, rank)
-        tied = np.isin(program.collectives.kind, list(SYNCHRONISING))
-        return [int(key) for key in np.where(tied, keys, NO_KEY)]
+        return [int(key) for key in np.where(self._connected[program.rank], keys, NO_KEY)]
+
+    def _find_connected(self, programs: Sequence[Program]) -> dict[int, NDArray[np.bool_]]:
+        """Return, by rank, at which of its collectives it waits for others or they for it."""
+        if not programs:
+            return {}
+        kind = np.concatenate([program.collectives.kind for program in programs])
+        keys = [self._matching.keys(program.collectives, program.rank) for program in programs]
+        turn = np.concatenate([program.turn_ns for program in programs])
+        end = np.concatenate([program.end_ns for program in programs])
+        mask = find_connected(kind, np.concatenate(keys), turn, end) & is_any_of(kind, MATCHED)
+        bounds = np.cumsum([len(own) for own in keys])[:-1]
+        ranks = [program.rank for program in programs]
+        return dict(zip(ranks, np.split(mask, bounds), strict=True))
 
 
 class _Recorded:

@@ -17,6 +17,7 @@ of these hold:
   counts time and not collectives: a rank with slow data is late at one collective per step, and no
   more often than others elsewhere. Collectives of other ranks do not count: on a mesh, its TP group
   waits for it first, and then other ranks wait for its TP group.
+  If they do not, but the replay is shorter without it, the result is unknown.
 - Where it is last, it is later than the uncertainty of the clocks, on average.
 - The typical step is at least 2% shorter without it. The cost is the systematic part: the smallest
   of two replayed differences and the median extra work (`RankPricing.without`,
@@ -353,10 +354,10 @@ def _measure_ranks(run: RunSource) -> Ranks:
     slow_group, group_refusal = find_slow_group(evidence, name_rank_sets(run, evidence.ranks))
     priced, refusal = (None, None) if slow_group else _find_straggler(rows, evidence)
     if priced is not None:
-        refusal = _find_missing_core(run, [priced.row.rank], evidence)
+        refusal = _find_missing_core(run, [priced.row.rank], rows, evidence)
         priced = priced if refusal is None else None
     if slow_group is not None:
-        group_refusal = _find_missing_core(run, slow_group.ranks, evidence)
+        group_refusal = _find_missing_core(run, slow_group.ranks, rows, evidence)
         slow_group = slow_group if group_refusal is None else None
     refusal = refusal or group_refusal
     if not (priced or slow_group or refusal):
@@ -515,9 +516,16 @@ def _find_straggler(
             f"rank {row.rank} works longest in most steps, but its cost is unknown: its clock is "
             "not aligned, or its steps cannot be replayed."
         )
-    cost = min(priced[0], work.excess_ns(row.rank)) if evidence.are_waited_for([row.rank]) else 0
+    cost = min(priced[0], work.excess_ns(row.rank))
     if cost < evidence.least_cost_ns:
         return None, _judge_messages(evidence, row.rank)
+    if not evidence.are_waited_for([row.rank]):
+        return None, _judge_messages(evidence, row.rank) or (
+            f"rank {row.rank} works longest in most steps, by {format_ns(work.excess_ns(row.rank))}"
+            f" a step, and the replay is {format_ns(cost)} a step shorter without it. The arrivals "
+            "at collectives do not show that other ranks wait for at least half of this work, so "
+            "they may wait for another reason."
+        )
     if replay.error_ratio > MAX_ERROR_RATIO or cost < replay.error_ratio * evidence.step_time_ns:
         return None, (
             f"the cost of rank {row.rank} is unknown, because the replay misses the recorded step "
@@ -527,23 +535,30 @@ def _find_straggler(
 
 
 def _find_missing_core(
-    run: RunSource, ranks: Sequence[int], evidence: StragglerEvidence
+    run: RunSource, ranks: Sequence[int], rows: Sequence[RankRow], evidence: StragglerEvidence
 ) -> str | None:
-    """Return why the extra work of slow ranks may be waits for a core; None: it is not."""
+    """Return why the extra work of slow ranks may be waits for a core; None: it is not.
+
+    A thread lacks a core only while it works, so more work alone makes the waits longer. Waits that
+    are as long for the work as on the other ranks explain no difference.
+    """
     found = find_extra_run_delay(run, ranks)
     if found is None:
         return None
     delay, usual_ratio = found
-    extra_ratio = delay.ratio - usual_ratio
-    if 2 * extra_ratio * evidence.step_time_ns < evidence.work.excess_ns(*ranks):
+    own = median([row.own_work_ns for row in rows if row.rank in ranks]) or 0
+    others = median([row.own_work_ns for row in rows if row.rank not in ranks]) or 0
+    expected_ratio = usual_ratio * own / others if others else usual_ratio
+    extra_ns = (delay.ratio - expected_ratio) * evidence.step_time_ns
+    if 2 * extra_ns < evidence.work.excess_ns(*ranks):
         return None
     verb = "works" if len(ranks) == 1 else "work"
     usual = f" (other ranks: {format_ratio(usual_ratio)})" if usual_ratio else ""
     return (
         f"{format_ranks(ranks)} {verb} longest in most steps, but the training thread of rank "
         f"{delay.rank} has no CPU core for {format_ratio(delay.ratio)} of the time{usual}. This "
-        "explains at least half of the extra work. Give each rank cores of its own, and record "
-        "again."
+        "can explain at least half of the extra work. Find what runs on its cores: other programs, "
+        f"or other threads and workers of rank {delay.rank}. Then record again."
     )
 
 

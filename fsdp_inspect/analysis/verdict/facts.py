@@ -186,6 +186,8 @@ class StepFacts:
     """Whether a collective without a unit is known not to come from FSDP."""
     other_part: OtherPart | None = None
     """The largest part outside FSDP. No sharding plan changes it."""
+    between_passes: OtherPart | None = None
+    """The largest part outside forward, backward and optimizer, if `knows_fsdp` is false."""
     has_plan: bool = False
     """Whether the run has its sharding plan, so that `advise` can simulate other plans. The verdict
     then names no change of the plan, because only the simulation decides which change helps."""

@@ -164,6 +164,7 @@ def _facts_of_run(answers: Answers, facts: StepFacts, step: StepBreakdown) -> St
         backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
         top=_top_owner(exposed, with_floor=blocks_host or facts.is_unwrapped) if exposed else None,
         other_part=_largest_other(exposed) if exposed else None,
+        between_passes=_between_passes(answers) if answers.manifest.source == "recorded" else None,
         reduces_in_float32=any(unit.reduce_dtype == "float32" for unit in answers.manifest.units),
         blocks_host=blocks_host,
         peak_allocated_bytes=memory.peak_allocated_bytes,
@@ -307,6 +308,26 @@ def _largest_other(exposed: Exposed) -> OtherPart | None:
         total_ns=other,
         count_per_step=largest.count_per_step,
         place=largest.place,
+    )
+
+
+def _between_passes(answers: Answers) -> OtherPart | None:
+    """Return the largest part outside forward, backward and optimizer, which the loop issues.
+
+    DDP and DeepSpeed issue collectives of no unit, but only in these parts. See `knows_fsdp`.
+    """
+    if answers.manifest.knows_fsdp or answers.exposed is None:
+        return None
+    own = [row for row in answers.exposed.passes if row.phase == Phase.OUTSIDE.label]
+    if not own or any(row.num_units for row in own):
+        return None
+    return OtherPart(
+        kind=own[0].kind,
+        phase=own[0].phase,
+        dimension="",
+        exposed_ns=own[0].exposed_ns,
+        total_ns=sum(row.exposed_ns for row in own),
+        count_per_step=own[0].count_per_step,
     )
 
 

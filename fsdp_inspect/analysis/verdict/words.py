@@ -437,7 +437,10 @@ def _phrase_straggler(facts: StepFacts) -> Words:
         )
     differs = f"Find out how rank {straggler.rank}{host} differs from the other ranks"
     shows = "`fsdp-inspect show RUN ranks` shows the numbers."
-    look = f"{differs}: clocks, heat, another job, a slower link, more work in its batches. {shows}"
+    look = (
+        f"{differs}: clocks, heat, another job or thread, a slower link, more work in its batches. "
+        f"{shows}"
+    )
     if straggler.meanwhile == "other":
         look = (
             f"{differs} in the code outside of forward, backward, optimizer and data loader: "
@@ -537,8 +540,8 @@ def _advise_slow_group(group: SlowGroup) -> str:
     if name.startswith("stage "):
         return f"Move layers from {name} to other stages, or check its machine. {shows}"
     return (
-        f"Find out how {name} differs: clocks, heat, another job, a slower link, larger batches, "
-        f"more work for the same batch. {shows}"
+        f"Find out how {name} differs: clocks, heat, another job or thread, a slower link, larger "
+        f"batches, more work for the same batch. {shows}"
     )
 
 
@@ -741,12 +744,29 @@ def _advise_communication(facts: StepFacts) -> list[str]:
         if facts.blocks_host:
             steps.append(_MEASURE_ON_GPUS)
         return steps
-    changes = sorted(_changes_by_gain(facts), key=lambda change: -change[0])
+    changes = [*_changes_by_gain(facts), *_collectives_between_passes(facts)]
+    changes.sort(key=lambda change: -change[0])
     steps += [text for gain_ns, text in changes if facts.ratio(gain_ns) >= WORTH_NAMING_RATIO]
     steps += outside
     return steps or [
         "Start with the most exposed collective: `fsdp-inspect show RUN exposed` shows it."
     ]
+
+
+def _collectives_between_passes(facts: StepFacts) -> Iterator[tuple[int, str]]:
+    """Yield the waits of the loop's own collectives beside DDP or DeepSpeed, and how to find them.
+
+    They are the loop's: metrics, logged values, barriers.
+    """
+    part = facts.between_passes
+    if part is not None and facts.ratio(part.total_ns) >= COMMUNICATION_RATIO:
+        yield (
+            part.total_ns,
+            f"Collectives outside forward, backward and optimizer are exposed for "
+            f"{format_ns(part.total_ns)}, most of all the {part.kind.replace('_', '-')}: "
+            f"{format_ns(part.exposed_ns)}. Look for barriers, metrics and logged values: "
+            "`fsdp-inspect show RUN exposed` lists the kinds.",
+        )
 
 
 def _changes_by_gain(facts: StepFacts) -> Iterator[tuple[int, str]]:
@@ -917,7 +937,7 @@ def _phrase_collection(facts: StepFacts) -> Words:
         time = f"{format_ns(stop.duration_ns)} a step on average"
         seen = f"{stop.num_steps} of {stop.out_of} steps have a collection"
         return (
-            f"Python's garbage collection takes {_share_of_stop(facts)} of the step{alone}.",
+            f"Python's garbage collection takes {_share_of_stop(facts)}{alone}.",
             f"Collections on rank {stop.rank} take {time}.",
             f"Collections of garbage stop rank {stop.rank} for {time}, and the other ranks wait "
             f"for it: {seen}. Most time: {shorten_place(stop.place) or 'unknown line'}.",
@@ -958,9 +978,11 @@ def _calls(stop: HostStopCost) -> str:
 
 
 def _share_of_stop(facts: StepFacts) -> str:
-    """The mean cost of a stop as a part of the mean step, which contains it."""
+    """The mean cost of a stop as a part of the mean step, which is longer than the typical one."""
     mean_ns = facts.stop.mean_step_ns if facts.stop else 0
-    return format_ratio(facts.stop_ns / mean_ns) if mean_ns else _ratio(facts, facts.stop_ns)
+    if not mean_ns:
+        return f"{_ratio(facts, facts.stop_ns)} of the step"
+    return f"{format_ratio(facts.stop_ns / mean_ns)} of the mean step"
 
 
 def _phrase_host_stop(facts: StepFacts) -> Words:
@@ -974,7 +996,7 @@ def _phrase_host_stop(facts: StepFacts) -> Words:
     if stop.what == COMPILATION:
         guard = f" The guard that failed: {stop.reason.splitlines()[0]}." if stop.reason else ""
         return (
-            f"Recompilations take {share} of the step{rank}.",
+            f"Recompilations take {share}{rank}.",
             f"torch.compile compiles{at} again: {time} on average.",
             f"torch.compile compiles{at} again, for {time} on average; {often}{guard}",
             (
@@ -986,7 +1008,7 @@ def _phrase_host_stop(facts: StepFacts) -> Words:
     inside = "" if stop.fqn is None else f" in {format_unit(stop.fqn)}"
     what = stop.what if "(" in stop.what else capitalize(stop.what)
     return (
-        f"{what}{at} takes {share} of the step{rank}.",
+        f"{what}{at} takes {share}{rank}.",
         f"{_calls(stop)} calls a step{inside} take {format_ns(stop.duration_ns)}.",
         f"{_calls(stop)} calls a step of {stop.what}{at}{inside} take {time}. On a device each "
         "of them also waits for all work before it.",

@@ -63,6 +63,20 @@ def contradictions(check):
     ]
 
 
+@pytest.mark.parametrize(("gradients", "adds_up"), [("kept", True), ("changed", False)])
+def test_the_backwards_of_a_model_without_units_are_counted(gradients, adds_up):
+    """DDP records forward and backward of the whole model."""
+    builder = RunBuilder(world_size=2, observed={"gradients_between_backwards": gradients})
+    rank = builder.rank(0)
+    for step in range(3):
+        rank.step(step, 100 * step, 100 * step + 100)
+        for number in range(4):
+            at = {"microbatch": number, "phase": Phase.BACKWARD}
+            rank.add(EventKind.BACKWARD, 100 * step + 20 * number, 100 * step + 20, **at)
+    loop = check_plan(builder.build()).loop
+    assert (loop.microbatches, loop.adds_up) == (4, adds_up)
+
+
 def test_a_run_that_does_what_its_plan_says_is_consistent():
     check = check_plan(trained().build())
     assert check.is_consistent is True
