@@ -389,7 +389,85 @@ def old_parameters(folder: Path) -> None:
     train(folder, model, adam(model), batches())
 
 
+def probe_each_step(folder: Path, *, is_early: bool = False, reshards: bool = False) -> None:
+    """Run a forward on held-out data in each step, before or after the update."""
+    model = shard(make_model())
+    optimizer = adam(model)
+    held_out = next(batches(seed=9))
+
+    @torch.no_grad()
+    def probe() -> None:
+        loss_of(model, held_out)
+        if reshards:
+            model.reshard()
+
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss_of(model, batch).backward()
+            if is_early:
+                probe()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not is_early:
+                probe()
+
+
+@loop
+def probed_before_update(folder: Path) -> None:
+    probe_each_step(folder, is_early=True)
+
+
+def train_with_zeros(folder: Path, zero: Callable[[nn.Module, int], object]) -> None:
+    """Change the gradients between the backward and the update."""
+    model = shard(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batches()):
+            loss_of(model, batch).backward()
+            zero(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def zeroed_before_update(folder: Path) -> None:
+    train_with_zeros(folder, lambda model, _: model.zero_grad(set_to_none=False))
+
+
+@loop
+def clipped_to_zero(folder: Path) -> None:
+    clip = nn.utils.clip_grad_norm_
+    train_with_zeros(folder, lambda model, _: clip(model.parameters(), 0.0))
+
+
 # --- loops that look alike
+
+
+@loop
+def zeroed_in_some_updates(folder: Path) -> None:
+    """As if their loss had not been finite."""
+    train_with_zeros(
+        folder, lambda model, number: number % 3 and model.zero_grad(set_to_none=False)
+    )
+
+
+@loop
+def part_without_effect(folder: Path) -> None:
+    """As in a net with dead units: the gradients of the first layer are 0."""
+    model = make_model()
+    nn.init.constant_(model[0].bias, -1e4)
+    model = shard(model)
+    train(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+
+
+@loop
+def probed_and_resharded(folder: Path) -> None:
+    probe_each_step(folder, is_early=True, reshards=True)
+
+
+@loop
+def probed_after_update(folder: Path) -> None:
+    probe_each_step(folder)
 
 
 @loop

@@ -20,8 +20,12 @@ CLIPS = "Each rank clips its gradients by a norm of its own."
 REPEATS = "Gradients are never cleared: each update repeats all earlier ones."
 CLEARED = "Gradients are cleared between the microbatches of a step."
 SUM = "The loss is not divided by the 2 microbatches."
+ZEROS = "All sampled gradients are 0 before each update."
 MISTAKES = {
     "old-teacher": "1 unit computes with parameters from before their change.",
+    "zeroed-before-update": ZEROS,
+    "clipped-to-zero": ZEROS,
+    "probed-before-update": "1 unit computes with parameters from before their change.",
     "old-parameters": "2 units compute with parameters from before their change.",
     "local-norm-logged": "train/grad_norm is the norm of each rank's own gradients.",
     "weights-not-resumed": "The resumed training starts from its first values again.",
@@ -70,11 +74,12 @@ MISTAKES = {
     "rounded-away": "100% of the updates change no stored parameter.",
 }
 CERTAIN = ("stale-optimizer", "stale-optimizer-of-fsdp1", "replicas-of-other-seeds")
-CERTAIN += ("old-teacher", "old-parameters")
+CERTAIN += ("old-teacher", "old-parameters", "probed-before-update")
 CERTAIN += ("never-cleared", "never-cleared-of-ddp", "shards-reduced-again", "sync-left-off")
 
 LEGAL = [name for name in LOOPS if name not in MISTAKES and "not-finite-" not in name + "-"]
 QUICK = (
+    *("probed-before-update", "zeroed-before-update"),
     *("local-norm-logged", "weights-not-resumed", "bias-left-out", "never-cleared"),
     *("cleared-between", "not-divided", "scheduled-too-often", "stale-optimizer", "same-batches"),
     *("token-means", "root-not-sharded", "no-sync-left-on", "replicas-of-other-seeds"),

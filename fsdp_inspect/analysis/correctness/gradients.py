@@ -5,6 +5,8 @@
 - Proof: ranks that hold the same part receive different gradients in each of these updates;
   replicas receive equal ones at first, and later differ in values and gradients; ranks that hold
   different parts, with different values, receive equal ones.
+- Proof of zero gradients: all sampled ones are exactly 0 before every sampled update, and some were
+  not after at least three of the backwards before.
 - Refuted by: different values at the start, if no sharder keeps the parameter on these ranks. They
   then hold experts, stages or models of their own. Values that differ and are equal again later, as
   in local SGD. Gradients of one magnitude, as after clipping of each value, and copies of rows.
@@ -29,7 +31,7 @@ from fsdp_inspect.analysis.correctness.samples import (
 )
 from fsdp_inspect.formatting import format_ranks, plural
 from fsdp_inspect.trace.codes import NO_UNIT
-from fsdp_inspect.trace.correctness import UpdateSeen
+from fsdp_inspect.trace.correctness import TrainingSeen, UpdateSeen
 from fsdp_inspect.trace.sharders import traits_of
 
 _EXPERT = "expert"
@@ -56,6 +58,7 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
         if late is not None:
             yield _no_longer_reduced(observed, *late)
     yield from _check_twice(observed)
+    yield from _check_zero(observed)
 
 
 def _is_same(observed: Observed, holders: Holders) -> bool:
@@ -158,10 +161,10 @@ _REDUCE = (
     "Reduce the gradients in the backward of the last microbatch of a step: "
     "set_requires_gradient_sync(True) and set_requires_all_reduce(True), or leave no_sync()."
 )
+_OWN = "If the optimizer reads gradients of your own, such as main_grad, ignore this."
 _REACH = (
     "Look for zero_grad() between backward() and step(), and for a loss without a graph to the "
-    "parameters, as after detach() or torch.tensor(). If the optimizer reads gradients of your "
-    "own, such as main_grad, ignore this."
+    f"parameters, as after detach() or torch.tensor(). {_OWN}"
 )
 
 
@@ -200,6 +203,35 @@ def _check_without(observed: Observed) -> Iterator[TrainingFault]:
         _REDUCE if is_off else _REACH,
         first.place,
     )
+
+
+def _check_zero(observed: Observed) -> Iterator[TrainingFault]:
+    """Find gradients that become exactly zero between each backward and its update."""
+    if not all(map(_become_zero, observed.seen.values())):
+        return
+    first = observed.seen[min(observed.seen)]
+    to_zero = next((each for each in first.clips if not each.limit), None)
+    yield TrainingFault(
+        TrainingCheck.GRADIENTS,
+        tuple(sorted(observed.seen)),
+        False,
+        "All sampled gradients are 0 before each update.",
+        f"In each of {plural(len(first.updates), 'update')} that were looked at, the sampled "
+        f"gradients of {plural(len(first.parameters), 'parameter')} are exactly 0. After the "
+        "backward before it, they were not."
+        + (" They are clipped to a norm or value of 0." if to_zero else ""),
+        f"Pass a limit above 0. {_OWN}"
+        if to_zero
+        else f"Look for zero_grad() between backward() and step(). {_OWN}",
+        to_zero.place if to_zero else observed.place_of_update(min(observed.seen)),
+    )
+
+
+def _become_zero(seen: TrainingSeen) -> bool:
+    """Whether gradients of a rank were not zero after backwards, and all are in each update."""
+    are_zero = all(norm == 0 for each in seen.updates for norm in each.gradients)
+    found = [any(each.weighted_before) for each in seen.updates]
+    return are_zero and sum(found) >= LEAST_UPDATES
 
 
 def _check_twice(observed: Observed) -> Iterator[TrainingFault]:
