@@ -783,6 +783,27 @@ def no_sync_left_on(folder: Path) -> None:
 
 
 @loop
+def first_of_two_reduced(folder: Path) -> None:
+    """The reduction of a microbatch that is not the last one."""
+    model = DistributedDataParallel(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        with model.no_sync():
+            loss_of(model, batch).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def head_replaced(folder: Path) -> None:
+    """After it was sharded: the new one is in no unit."""
+    model = shard(make_model())
+    model[2] = nn.Linear(16, _CLASSES)
+    train(folder, model, adam(model), batches())
+
+
+@loop
 def sync_left_off(folder: Path) -> None:
     model = shard(make_model())
     model.set_requires_gradient_sync(False)
@@ -903,6 +924,36 @@ def reduced_by_hand(folder: Path) -> None:
             parameter.grad /= dist.get_world_size()
 
     train_on(folder, model, step)
+
+
+class Exchange(torch.autograd.Function):
+    """Send each half of the rows to the expert of a rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows.contiguous())
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return Exchange.forward(ctx, gradient)
+
+
+class OwnPart(nn.Linear):
+    """A part of each rank that is fed by the rows of all ranks."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return Exchange.apply(super().forward(Exchange.apply(rows)))
+
+
+@loop
+def parts_fed_by_all_ranks(folder: Path) -> None:
+    """Experts by another name, which begin with the same values."""
+    model = make_model()
+    model[0] = OwnPart(_WIDTH, 16)
+    fully_shard(model, ignored_params=set(model[0].parameters()))
+    train(folder, model, adam(model), batches())
 
 
 @loop

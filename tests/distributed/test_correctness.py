@@ -23,6 +23,8 @@ SUM = "The loss is not divided by the 2 microbatches."
 ZEROS = "All sampled gradients are 0 before each update."
 MISTAKES = {
     "old-teacher": "1 unit computes with parameters from before their change.",
+    "first-of-two-reduced": "The ranks combine only a part of their gradients.",
+    "head-replaced": "Gradients of parameters outside all units are not reduced.",
     "zeroed-before-update": ZEROS,
     "clipped-to-zero": ZEROS,
     "probed-before-update": "1 unit computes with parameters from before their change.",
@@ -79,7 +81,7 @@ CERTAIN += ("never-cleared", "never-cleared-of-ddp", "shards-reduced-again", "sy
 
 LEGAL = [name for name in LOOPS if name not in MISTAKES and "not-finite-" not in name + "-"]
 QUICK = (
-    *("probed-before-update", "zeroed-before-update"),
+    *("probed-before-update", "zeroed-before-update", "head-replaced", "first-of-two-reduced"),
     *("local-norm-logged", "weights-not-resumed", "bias-left-out", "never-cleared"),
     *("cleared-between", "not-divided", "scheduled-too-often", "stale-optimizer", "same-batches"),
     *("token-means", "root-not-sharded", "no-sync-left-on", "replicas-of-other-seeds"),
