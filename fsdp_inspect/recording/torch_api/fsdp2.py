@@ -395,7 +395,7 @@ def parameter_shapes(handle: GroupHandle) -> dict[str, list[int]]:
         for fqn, top in zip(handle.fqns, handle.modules, strict=True)
         for name, module in top.named_modules()
     }
-    shapes = {}
+    shapes: dict[str, list[int]] = {}
     for param in handle.group.fsdp_params:
         known = (place for place in _places_of(param) if place[0] in names)
         module, name = next(known, next(_places_of(param)))
