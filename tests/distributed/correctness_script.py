@@ -796,6 +796,23 @@ def first_of_two_reduced(folder: Path) -> None:
 
 
 @loop
+def unfrozen_after_ddp(folder: Path) -> None:
+    """As a callback that unfreezes a backbone and adds it to the optimizer."""
+    model = make_model()
+    model[0].requires_grad_(requires_grad=False)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.module[2].parameters(), lr=0.1)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batches()):
+            if number == 3:
+                model.module[0].requires_grad_()
+                optimizer.add_param_group({"params": [*model.module[0].parameters()]})
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
 def head_replaced(folder: Path) -> None:
     """After it was sharded: the new one is in no unit."""
     model = shard(make_model())
