@@ -127,7 +127,7 @@ class CoverageWatch:
             name
             for wrapper in {id(each.wrapper): each.wrapper for each in buckets}.values()
             for name, each in wrapper.module.named_parameters()
-            if each.requires_grad and each.grad is not None and id(each) not in known
+            if each.requires_grad and id(each) in self._held and id(each) not in known
             if name not in wrapper.parameters_to_ignore
         ]
 

@@ -209,7 +209,8 @@ class CoverageSeen(Record):
     """Units that kept a graph and that an optimizer holds, none of whose parameters ever had a
     gradient before an update."""
     unreduced: list[str] = Field(default_factory=list)
-    """The first names of parameters inside DDP with a gradient that its reducer does not know."""
+    """The first names of trainable parameters inside DDP that an optimizer holds, and that the
+    reducer does not know."""
 
 
 class RoundSeen(Record):

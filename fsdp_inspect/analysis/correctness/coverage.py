@@ -74,9 +74,9 @@ def _unreduced(observed: Observed, seen: _Seen) -> TrainingFault | None:
     return _fault(
         observed,
         seen,
-        "DDP does not reduce gradients of parameters that were unfrozen later.",
-        f"{names[0]}{more} got gradients, and no bucket of DDP has them: they were frozen when "
-        "the model was wrapped, or were added since. Each rank then updates them apart.",
+        "Gradients of parameters that were unfrozen later are not reduced by DDP.",
+        f"An optimizer holds {names[0]}{more}, and no bucket of DDP does: frozen when the model "
+        "was wrapped, or added since. Each rank then updates with gradients of its own.",
         "Wrap the model again after parameters are unfrozen, or freeze them after it is wrapped, "
         "with find_unused_parameters=True. If the loop reduces these gradients, ignore this.",
     )
