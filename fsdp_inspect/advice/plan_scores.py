@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
+import numpy as np
+
 from fsdp_inspect.advice.code_change import ran_trainer
 from fsdp_inspect.advice.gain_parts import SLOWDOWN, split_simulated_step
 from fsdp_inspect.advice.plan_simulator import (
@@ -26,6 +28,7 @@ from fsdp_inspect.simulation.recorded import (
     observed_plan,
 )
 from fsdp_inspect.simulation.scenario import Mesh, Scenario, mesh_of, resolve_plan
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 
@@ -72,7 +75,12 @@ class PlanScorer:
         plan = resolve_plan(observed_plan(run), run.manifest)
         self.mesh: Mesh = mesh_of(plan, run.manifest)
         self.loop_follows_plan: bool = ran_trainer(run.manifest)
-        self.space: Space = make_space(self.work, plan, _find_changed_units(run))
+        self.space: Space = make_space(
+            self.work,
+            plan,
+            _find_changed_units(run),
+            gathers_before_update=_gathers_before_update(run, self.work.rank),
+        )
         self.scores: dict[Choice, Score] = {}
         """Every simulated plan, in order."""
         self.refusals: dict[str, None] = {}
@@ -187,3 +195,15 @@ def _find_changed_units(run: RunSource) -> set[int] | None:
     """Units without trained parameters that a rank saw change; None: no rank looked."""
     seen = [each.training.units for each in run.ranks if each.training and each.training.units]
     return {unit for each in seen for unit in each.changed} if seen else None
+
+
+def _gathers_before_update(run: RunSource, rank: int) -> bool:
+    """Whether forwards run between the last backward and the update of at least two steps."""
+    kinds = (EventKind.BACKWARD, EventKind.FORWARD, EventKind.BETWEEN_STEPS, EventKind.OPTIMIZER)
+    rows = run.events(rank, kinds=[int(kind) for kind in kinds])
+    rows = rows.where(rows.unit == NO_UNIT)
+    is_later = (rows.step[1:] == rows.step[:-1]) & (rows.kind[1:] == EventKind.OPTIMIZER)
+    is_forward = np.isin(rows.kind[:-1], (EventKind.FORWARD, EventKind.BETWEEN_STEPS))
+    steps = np.unique(rows.step[1:][is_later & is_forward])
+    trained = rows.step[rows.kind == EventKind.BACKWARD]
+    return int(np.isin(steps, trained).sum()) > 1

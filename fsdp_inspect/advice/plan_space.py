@@ -27,6 +27,7 @@ from fsdp_inspect.simulation.recorded import Execution, RecordedWork
 from fsdp_inspect.simulation.workload import Op
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.plan import (
+    ROOT,
     BackwardPrefetch,
     FloatDtype,
     Plan,
@@ -134,7 +135,8 @@ class Space:
     without_backward: frozenset[str]
     """Frozen modules under a root that no backward runs, such as a teacher. Nothing reshards them
     if they stay unsharded after forward, so a moving average in them would never be gathered. Those
-    that were seen not to change are in `unchanged`."""
+    that were seen not to change are in `unchanged`. The root stands for the whole model: forwards
+    run between the last backward and the update, and what they leave unsharded misses it."""
     unchanged: frozenset[str]
     find_risks: Callable[[Plan], list[str]]
     """The risks of a plan for this model, one sentence each."""
@@ -240,13 +242,20 @@ class Space:
         return plan.with_values(**values)
 
 
-def make_space(work: RecordedWork, plan: Plan, changed: Collection[int] | None = None) -> Space:
+def make_space(
+    work: RecordedWork,
+    plan: Plan,
+    changed: Collection[int] | None = None,
+    *,
+    gathers_before_update: bool = False,
+) -> Space:
     """Find other ways to make units of the modules of a recorded plan.
 
     Args:
         work: The recorded work of the run.
         plan: The recorded plan, resolved.
         changed: Units without trained parameters whose parameters changed; None: not observed.
+        gathers_before_update: Whether forwards run between the last backward and the update.
     """
     parameters = {name: shape for unit in work.units for name, shape in unit.parameters.items()}
     without_gradient = {
@@ -271,7 +280,9 @@ def make_space(work: RecordedWork, plan: Plan, changed: Collection[int] | None =
     for name, rule, candidate in _groupings(work, plan, parameters):
         key = frozenset(unit.modules for unit in candidate.units)
         new = [risk for risk in find_risks(candidate) if risk not in known]
-        if not named_by_script <= key:
+        if gathers_before_update:
+            refused[name] = "It may change which parameters miss the update."
+        elif not named_by_script <= key:
             refused[name] = "The script calls unshard() on a unit that the change removes."
         elif key not in seen and new:
             refused[name] = new[0]
@@ -301,7 +312,9 @@ def make_space(work: RecordedWork, plan: Plan, changed: Collection[int] | None =
             for unit, policy in zip(work.units, work.workload.policies, strict=True)
         ),
         embeddings=embeddings,
-        without_backward=frozenset(
+        without_backward=frozenset({ROOT})
+        if gathers_before_update
+        else frozenset(
             module for unit in alone for module in unit.modules if module not in unchanged
         ),
         unchanged=frozenset(unchanged),

@@ -25,7 +25,7 @@ from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.formatting import listed
 from fsdp_inspect.simulation.parameters import smaller_group
 from fsdp_inspect.trace.codes import EventKind
-from fsdp_inspect.trace.plan import FloatDtype
+from fsdp_inspect.trace.plan import ROOT, FloatDtype
 
 WORTH_RATIO = 0.02
 """Gains below this fraction of the step, or of the peak, are not suggested."""
@@ -47,6 +47,10 @@ _KEPT_BETWEEN = (
 _KEPT_TEACHERS = (
     "parameters of {units} that stay unsharded: no backward reshards them, so a change of them, "
     "such as a moving average, would never be gathered."
+)
+_KEPT_BEFORE_UPDATE = (
+    "parameters that stay unsharded after forward: forwards run between the last backward and the "
+    "update of a step. No backward reshards what they gather, so it would miss the update."
 )
 
 
@@ -93,7 +97,9 @@ class Search:
 
     def run(self) -> SearchResult:
         """Simulate the plans, and choose the fastest, the smallest and the front."""
-        if self._scorer.space.without_backward:
+        if ROOT in self._scorer.space.without_backward:
+            self._scorer.refusals[_KEPT_BEFORE_UPDATE] = None
+        elif self._scorer.space.without_backward:
             units = listed(sorted(self._scorer.space.without_backward), 2)
             self._scorer.refusals[_KEPT_TEACHERS.format(units=units)] = None
         for choices in (

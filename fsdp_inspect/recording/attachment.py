@@ -883,6 +883,7 @@ class Attachment:
         if self._control is not None:  # before the threads end, whose time counts
             self._writer.update(recorder=self._control.use())
         was_active = session.active
+        self._guarded(session.end_evaluation)
         session.stop()
         try:
             self._memory_steps.close()

@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_inspect.recording.accumulation_watch import EVERY, extend
 from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api.autograd import version_of
+from fsdp_inspect.recording.torch_api.ddp import BucketHandle
 from fsdp_inspect.trace.correctness import CoverageSeen, StreakSeen
 
 if TYPE_CHECKING:
@@ -116,7 +117,19 @@ class CoverageWatch:
             missing_values=sum(each.numel() for each in missing),
             held_values=self._count_held() if missing else 0,
             units_without=self._units_without(),
+            unreduced=self._find_unreduced()[:_NAMES],
         )
+
+    def _find_unreduced(self) -> list[str]:
+        buckets = [each for each in self._units if isinstance(each, BucketHandle)]
+        known = {id(each) for bucket in buckets for each in bucket.local_parameters}
+        return [
+            name
+            for wrapper in {id(each.wrapper): each.wrapper for each in buckets}.values()
+            for name, each in wrapper.module.named_parameters()
+            if each.requires_grad and id(each) in self._held and id(each) not in known
+            if name not in wrapper.parameters_to_ignore
+        ]
 
     def look_at_units(self, optimizer: torch.optim.Optimizer, step: int, *, is_early: bool) -> None:
         """Note which units of an optimizer have no gradient, in early updates and one of five."""

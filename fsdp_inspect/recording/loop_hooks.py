@@ -63,6 +63,10 @@ class LoopHooks:
         self._backward_depth = 0
         self._optimizer_start: Any = None
         self._stepped_in_backward: torch.optim.Optimizer | None = None
+        self._joined: Any = None
+        """The end of the last backward, before any update has begun: the recorder may be attached
+        within an update, whose closure runs the first forward."""
+        self._has_updated = False
 
     def attach(self, patches: Patches) -> None:
         """Install every hook."""
@@ -153,6 +157,8 @@ class LoopHooks:
             # The optimizer's closure computed the loss, so the optimizer's own time begins here.
             session.phase = Phase.OPTIMIZER
             self._optimizer_start = session.clock.mark()
+        elif not self._has_updated:
+            self._joined = session.clock.mark()
         if self._stepped_in_backward is not None:
             optimizer, self._stepped_in_backward = self._stepped_in_backward, None
             self._on_optimizer_step(optimizer)
@@ -181,6 +187,7 @@ class LoopHooks:
         session = self._session
         if not session.active:
             return
+        self._has_updated = True
         if self._before_update is not None:
             self._before_update()
         if session.in_outer_optimizer:
@@ -200,6 +207,8 @@ class LoopHooks:
         if session.active and session.in_outer_optimizer:
             self._on_optimizer_step(optimizer)
             return
+        if not self._has_updated and not session.in_backward:
+            self._has_updated, self._optimizer_start = True, self._joined
         if not session.active or self._optimizer_start is None:
             return
         try:

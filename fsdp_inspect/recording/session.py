@@ -222,6 +222,7 @@ class Session(Position):
     """The recording's position in the training, and the conversion of marks to rows."""
 
     __slots__ = (
+        "_evaluated",
         "_evaluation",
         "_forward_start",
         "_has_reference",
@@ -229,6 +230,7 @@ class Session(Position):
         "_is_paused",
         "_last_forward_end",
         "_reference_passes",
+        "_unclear",
         "active",
         "append",
         "backward_place",
@@ -252,7 +254,7 @@ class Session(Position):
         "wants_detail",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - one statement a field
         self,
         clock: Clock,
         append: Callable[[tuple[int, ...]], None],
@@ -302,6 +304,10 @@ class Session(Position):
         """Whether a forward with gradients, and one without, ran since the last step ended."""
         self._forward_start = self._last_forward_end = None
         self._evaluation: tuple[Any, Any] | None = None
+        self._evaluated: set[PassKey] = set()
+        """The passes of the open evaluation."""
+        self._unclear: list[tuple[Any, Any, frozenset[PassKey]]] = []
+        """Evaluations of the first step, which may be the passes of a teacher."""
         self._reference_passes = ReferencePasses()
         self.backward_place = 0
         """The number in `places` of the line that called the running backward."""
@@ -501,6 +507,8 @@ class Session(Position):
         self.hook_unit = NO_UNIT
         self.in_backward = self._has_trained = self.has_issued = self._has_reference = False
         self._reference_passes.end_step()
+        if self._unclear and self._reference_passes.num_ended > 1:
+            self._add_unclear()
         self.execution_known = self.execution_known or bool(self.execution_order)
         self.journal.drain()
         if self.black_box is not None:
@@ -527,6 +535,7 @@ class Session(Position):
             self.phase = _EVALUATION
             begin = self._evaluation[0] if self._evaluation else mark
             self._evaluation = (begin, mark)
+            self._evaluated.add(key)
             return _EVALUATION
         if self._evaluation:
             self._close_evaluation()
@@ -585,10 +594,29 @@ class Session(Position):
         self._last_forward_end = None
 
     def _close_evaluation(self) -> None:
-        if self._evaluation is not None:
-            begin, end = self._evaluation
-            self._evaluation = None
+        if self._evaluation is None:
+            return
+        (begin, end), keys = self._evaluation, frozenset(self._evaluated)
+        self._evaluation = None
+        self._evaluated.clear()
+        if self.explicit_steps or self._reference_passes.num_ended:
             self.add(EventKind.BETWEEN_STEPS, begin, end, phase=Phase.EVALUATION)
+        else:  # a teacher, if the next step runs it, too
+            self.was_interrupted = True
+            self._unclear.append((begin, end, keys))
+
+    def _add_unclear(self) -> None:
+        """Add the evaluations of step 0, without those whose passes the next step repeats."""
+        for begin, end, keys in self._unclear:
+            if not keys <= self._reference_passes.previous:
+                self.add(EventKind.BETWEEN_STEPS, begin, end, step=0, phase=Phase.EVALUATION)
+        self._unclear.clear()
+
+    def end_evaluation(self) -> None:
+        """Write the evaluation that the end of the recording leaves open."""
+        if self.active:
+            self._close_evaluation()
+            self._add_unclear()
 
     # --- plain steps and pauses
 
@@ -678,9 +706,9 @@ class ReferencePasses:
     """The forwards without gradients of the current step and of the two steps before."""
 
     def __init__(self) -> None:
-        self._num_ended = 0
+        self.num_ended = 0
+        self.previous: set[PassKey] = set()
         self._current: set[PassKey] = set()
-        self._previous: set[PassKey] = set()
         self._regular: set[PassKey] = set()
 
     def note(self, key: PassKey) -> bool:
@@ -690,7 +718,7 @@ class ReferencePasses:
 
     def end_step(self) -> None:
         """Begin the next step."""
-        self._num_ended += 1
-        is_early = self._num_ended < _FIRST_STEPS
-        self._regular = self._current if is_early else self._current & self._previous
-        self._previous, self._current = self._current, set()
+        self.num_ended += 1
+        is_early = self.num_ended < _FIRST_STEPS
+        self._regular = self._current if is_early else self._current & self.previous
+        self.previous, self._current = self._current, set()

@@ -208,6 +208,9 @@ class CoverageSeen(Record):
     units_without: list[Index] = Field(default_factory=list)
     """Units that kept a graph and that an optimizer holds, none of whose parameters ever had a
     gradient before an update."""
+    unreduced: list[str] = Field(default_factory=list)
+    """The first names of trainable parameters inside DDP that an optimizer holds, and that the
+    reducer does not know."""
 
 
 class RoundSeen(Record):

@@ -42,7 +42,7 @@ MICROBATCHES = {"microbatches": 3, "clipped": 2, "no_sync": 3, "wrapped": 2, "dd
 """Microbatches of the loops that accumulate gradients."""
 LOOPS: tuple[str, ...] = (
     "plain", "microbatches", "clipped", "no_sync", "tied", "adapters", "half_adapters",
-    "attention", "shared_block", "teacher", "reference", "evaluated", "wrapped", "ddp",
+    "attention", "shared_block", "teacher", "reference", "evaluated", "probed", "wrapped", "ddp",
 )  # fmt: skip
 WITH_TEACHER = ("teacher", "reference")
 
@@ -244,6 +244,9 @@ def train(loop: str, change: Advised, recorder: Callable[..., Any] | None = None
             losses.append(loss.item())
         if loop == "clipped":
             nn.utils.clip_grad_norm_(trained, 0.1)
+        if loop == "probed":  # between the backward and the update
+            with torch.no_grad():
+                losses.append(loss_of(model(tokens(99)), tokens(99)).item())
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():

@@ -389,7 +389,85 @@ def old_parameters(folder: Path) -> None:
     train(folder, model, adam(model), batches())
 
 
+def probe_each_step(folder: Path, *, is_early: bool = False, reshards: bool = False) -> None:
+    """Run a forward on held-out data in each step, before or after the update."""
+    model = shard(make_model())
+    optimizer = adam(model)
+    held_out = next(batches(seed=9))
+
+    @torch.no_grad()
+    def probe() -> None:
+        loss_of(model, held_out)
+        if reshards:
+            model.reshard()
+
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss_of(model, batch).backward()
+            if is_early:
+                probe()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not is_early:
+                probe()
+
+
+@loop
+def probed_before_update(folder: Path) -> None:
+    probe_each_step(folder, is_early=True)
+
+
+def train_with_zeros(folder: Path, zero: Callable[[nn.Module, int], object]) -> None:
+    """Change the gradients between the backward and the update."""
+    model = shard(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batches()):
+            loss_of(model, batch).backward()
+            zero(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def zeroed_before_update(folder: Path) -> None:
+    train_with_zeros(folder, lambda model, _: model.zero_grad(set_to_none=False))
+
+
+@loop
+def clipped_to_zero(folder: Path) -> None:
+    clip = nn.utils.clip_grad_norm_
+    train_with_zeros(folder, lambda model, _: clip(model.parameters(), 0.0))
+
+
 # --- loops that look alike
+
+
+@loop
+def zeroed_in_some_updates(folder: Path) -> None:
+    """As if their loss had not been finite."""
+    train_with_zeros(
+        folder, lambda model, number: number % 3 and model.zero_grad(set_to_none=False)
+    )
+
+
+@loop
+def part_without_effect(folder: Path) -> None:
+    """As in a net with dead units: the gradients of the first layer are 0."""
+    model = make_model()
+    nn.init.constant_(model[0].bias, -1e4)
+    model = shard(model)
+    train(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+
+
+@loop
+def probed_and_resharded(folder: Path) -> None:
+    probe_each_step(folder, is_early=True, reshards=True)
+
+
+@loop
+def probed_after_update(folder: Path) -> None:
+    probe_each_step(folder)
 
 
 @loop
@@ -705,6 +783,44 @@ def no_sync_left_on(folder: Path) -> None:
 
 
 @loop
+def first_of_two_reduced(folder: Path) -> None:
+    """The reduction of a microbatch that is not the last one."""
+    model = DistributedDataParallel(make_model())
+
+    def step(number: int, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        with model.no_sync():
+            loss_of(model, batch).backward()
+
+    train_on(folder, model, step)
+
+
+@loop
+def unfrozen_after_ddp(folder: Path) -> None:
+    """As a callback that unfreezes a backbone and adds it to the optimizer."""
+    model = make_model()
+    model[0].requires_grad_(requires_grad=False)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.module[2].parameters(), lr=0.1)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batches()):
+            if number == 3:
+                model.module[0].requires_grad_()
+                optimizer.add_param_group({"params": [*model.module[0].parameters()]})
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def head_replaced(folder: Path) -> None:
+    """After it was sharded: the new one is in no unit."""
+    model = shard(make_model())
+    model[2] = nn.Linear(16, _CLASSES)
+    train(folder, model, adam(model), batches())
+
+
+@loop
 def sync_left_off(folder: Path) -> None:
     model = shard(make_model())
     model.set_requires_gradient_sync(False)
@@ -825,6 +941,36 @@ def reduced_by_hand(folder: Path) -> None:
             parameter.grad /= dist.get_world_size()
 
     train_on(folder, model, step)
+
+
+class Exchange(torch.autograd.Function):
+    """Send each half of the rows to the expert of a rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows.contiguous())
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return Exchange.forward(ctx, gradient)
+
+
+class OwnPart(nn.Linear):
+    """A part of each rank that is fed by the rows of all ranks."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return Exchange.apply(super().forward(Exchange.apply(rows)))
+
+
+@loop
+def parts_fed_by_all_ranks(folder: Path) -> None:
+    """Experts by another name, which begin with the same values."""
+    model = make_model()
+    model[0] = OwnPart(_WIDTH, 16)
+    fully_shard(model, ignored_params=set(model[0].parameters()))
+    train(folder, model, adam(model), batches())
 
 
 @loop

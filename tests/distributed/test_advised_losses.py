@@ -21,7 +21,7 @@ from tests.distributed.advised_script import LOOPS, Advised
 pytestmark = pytest.mark.distributed
 
 SCRIPT = Path(__file__).with_name("advised_script.py")
-QUICK = ("microbatches", "teacher", "ddp")
+QUICK = ("microbatches", "teacher", "probed", "ddp")
 HARMFUL = "not offered"
 VALUES: dict[str, tuple[Any, ...]] = {
     "reshard": (False, True, 2),

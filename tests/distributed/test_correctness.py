@@ -21,8 +21,17 @@ CLIPS = "Each rank clips its gradients by a norm of its own."
 REPEATS = "Gradients are never cleared: each update repeats all earlier ones."
 CLEARED = "Gradients are cleared between the microbatches of a step."
 SUM = "The loss is not divided by the 2 microbatches."
+ZEROS = "All sampled gradients are 0 before each update."
 MISTAKES = {
     "old-teacher": "1 unit computes with parameters from before their change.",
+    "first-of-two-reduced": "The ranks combine only a part of their gradients.",
+    "unfrozen-after-ddp": (
+        "Gradients of parameters that were unfrozen later are not reduced by DDP."
+    ),
+    "head-replaced": "Gradients of parameters outside all units are not reduced.",
+    "zeroed-before-update": ZEROS,
+    "clipped-to-zero": ZEROS,
+    "probed-before-update": "1 unit computes with parameters from before their change.",
     "old-parameters": "2 units compute with parameters from before their change.",
     "local-norm-logged": "train/grad_norm is the norm of each rank's own gradients.",
     "weights-not-resumed": "The resumed training starts from its first values again.",
@@ -71,11 +80,12 @@ MISTAKES = {
     "rounded-away": "100% of the updates change no stored parameter.",
 }
 CERTAIN = ("stale-optimizer", "stale-optimizer-of-fsdp1", "replicas-of-other-seeds")
-CERTAIN += ("old-teacher", "old-parameters")
+CERTAIN += ("old-teacher", "old-parameters", "probed-before-update")
 CERTAIN += ("never-cleared", "never-cleared-of-ddp", "shards-reduced-again", "sync-left-off")
 
 LEGAL = [name for name in LOOPS if name not in MISTAKES and "not-finite-" not in name + "-"]
 QUICK = (
+    *("probed-before-update", "zeroed-before-update", "head-replaced", "first-of-two-reduced"),
     *("local-norm-logged", "weights-not-resumed", "bias-left-out", "never-cleared"),
     *("cleared-between", "not-divided", "scheduled-too-often", "stale-optimizer", "same-batches"),
     *("token-means", "root-not-sharded", "no-sync-left-on", "replicas-of-other-seeds"),

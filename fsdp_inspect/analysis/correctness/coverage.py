@@ -45,7 +45,7 @@ def check_coverage(observed: Observed) -> Iterator[TrainingFault]:
             "to record, or the optimizer updates partitions."
         )
         return
-    for find in (_missing, _without, _no_longer, _repeated, _rebuilt):
+    for find in (_unreduced, _missing, _without, _no_longer, _repeated, _rebuilt):
         fault = find(observed, seen)
         if fault is not None:
             yield fault
@@ -63,6 +63,22 @@ def _fault(observed: Observed, seen: _Seen, sentence: str, why: str, change: str
         why,
         change,
         observed.place_of_update(min(seen)),
+    )
+
+
+def _unreduced(observed: Observed, seen: _Seen) -> TrainingFault | None:
+    names = seen[min(seen)].unreduced
+    if not names or not all(each.unreduced for each in seen.values()):
+        return None
+    more = f" and {plural(len(names) - 1, 'other parameter')}" if len(names) > 1 else ""
+    return _fault(
+        observed,
+        seen,
+        "Gradients of parameters that were unfrozen later are not reduced by DDP.",
+        f"An optimizer holds {names[0]}{more}, and no bucket of DDP does: frozen when the model "
+        "was wrapped, or added since. Each rank then updates with gradients of its own.",
+        "Wrap the model again after parameters are unfrozen, or freeze them after it is wrapped, "
+        "with find_unused_parameters=True. If the loop reduces these gradients, ignore this.",
     )
 
 

@@ -5,14 +5,19 @@
 - Proof: ranks that hold the same part receive different gradients in each of these updates;
   replicas receive equal ones at first, and later differ in values and gradients; ranks that hold
   different parts, with different values, receive equal ones.
+- Proof of zero gradients: all sampled ones are exactly 0 before every sampled update, and some were
+  not after at least three of the backwards before.
 - Refuted by: different values at the start, if no sharder keeps the parameter on these ranks. They
-  then hold experts, stages or models of their own. Values that differ and are equal again later, as
-  in local SGD. Gradients of one magnitude, as after clipping of each value, and copies of rows.
-  Ranks in groups of other dimensions are not compared. Training apart on purpose, with averages
-  after more than the sampled updates, looks the same: hence "Probably".
+  then hold experts, stages or models of their own. So may parameters outside all units, if the
+  forward runs all-to-alls. Values that differ and are equal again later, as in local SGD. Gradients
+  of one magnitude, as after clipping of each value, and copies of rows. Ranks in groups of other
+  dimensions are not compared. Training apart on purpose, with averages after more than the sampled
+  updates, looks the same: hence "Probably".
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from fsdp_inspect.analysis.correctness.faults import (
     DATA_DIMENSIONS,
@@ -28,8 +33,8 @@ from fsdp_inspect.analysis.correctness.samples import (
     list_holders,
 )
 from fsdp_inspect.formatting import format_ranks, plural
-from fsdp_inspect.trace.codes import NO_UNIT
-from fsdp_inspect.trace.correctness import UpdateSeen
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.correctness import TrainingSeen, UpdateSeen
 from fsdp_inspect.trace.sharders import traits_of
 
 _EXPERT = "expert"
@@ -48,6 +53,11 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
         observed.not_checked[TrainingCheck.GRADIENTS] = (
             "The ranks train apart and make their values equal again, as in local SGD."
         )
+    elif apart and apart[0].parameter.unit == NO_UNIT and _exchanges_rows(observed):
+        observed.not_checked[TrainingCheck.GRADIENTS] = (
+            f"{apart[0].parameter.name} is outside all units and gets other gradients on each "
+            "rank. The ranks exchange rows (all-to-all), so it may be an expert of its own."
+        )
     elif apart:
         yield _not_reduced(observed, apart)
     else:
@@ -56,6 +66,7 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
         if late is not None:
             yield _no_longer_reduced(observed, *late)
     yield from _check_twice(observed)
+    yield from _check_zero(observed)
 
 
 def _is_same(observed: Observed, holders: Holders) -> bool:
@@ -72,6 +83,12 @@ def _is_same(observed: Observed, holders: Holders) -> bool:
     )
     is_expert = _EXPERT in parameter.name.lower()
     return holders.starts_equal and not is_expert and not has_own_groups
+
+
+def _exchanges_rows(observed: Observed) -> bool:
+    """Whether forwards run all-to-alls, as those of experts on other ranks."""
+    events = observed.run.events(min(observed.seen), kinds=[int(EventKind.ALL_TO_ALL)])
+    return bool((events.phase == Phase.FORWARD).any())
 
 
 _TOLERANCE = 1e-5
@@ -116,19 +133,19 @@ def _not_reduced(observed: Observed, apart: Sequence[Holders]) -> TrainingFault:
     norms = ", ".join(f"{norm:.3g}" for norm in first.gradients(0)[:4] if norm is not None)
     others = f" and of {plural(len(apart) - 1, 'other parameter')}" if len(apart) > 1 else ""
     last = apart[0].num_updates - 1
+    began = ", which began with the same values" if first.starts_equal else ""
     ends = " Their values then differ too." if differ(first.values(last)) else ""
     if parameter.unit == NO_UNIT:
         sentence = "Gradients of parameters outside all units are not reduced."
-        change = (
-            "Shard the whole model too, after its layers: fully_shard(model). Parameters that are "
-            "left out on purpose need an all-reduce of their gradients before each update."
-        )
+        change = _ENCLOSED if _is_enclosed(observed, parameter.name) else _OUTSIDE
     else:
         known = [each for each in first.gradients(0) if each is not None]
         are_groups = len(ranks) < len(observed.seen) or len(set(known)) < len(known)
         sentence = (
             "Gradients are combined in groups of ranks only."
             if are_groups
+            else "The ranks combine only a part of their gradients."
+            if _reduces(observed, ranks[0])
             else "The ranks do not combine their gradients: each trains alone."
         )
         change = _CHANGES.get(observed.run.manifest.sharder, _CHANGES[""])
@@ -138,13 +155,40 @@ def _not_reduced(observed: Observed, apart: Sequence[Holders]) -> TrainingFault:
         False,
         sentence,
         f"In each of {plural(first.num_updates, 'update')}, the gradients of {parameter.name}"
-        f"{others} differ between {format_ranks(ranks)}, which hold the same values: the sampled "
-        f"norms are {norms} in the first.{ends}",
+        f"{others} differ between {format_ranks(ranks)}{began}: the sampled norms are {norms} in "
+        f"the first.{ends}",
         f"{change} If the ranks train apart and average later on purpose, ignore this.",
         observed.seen[ranks[0]].backward_place,
     )
 
 
+def _is_enclosed(observed: Observed, name: str) -> bool:
+    """Whether a parameter outside all units is in a module that is sharded."""
+    modules = [module for unit in observed.run.manifest.units for module in unit.modules]
+    return any(not module or name.startswith(f"{module}.") for module in modules)
+
+
+def _reduces(observed: Observed, rank: int) -> bool:
+    """Whether most steps with a backward reduce something between ranks in it."""
+    kinds = [EventKind.ALL_REDUCE, EventKind.REDUCE_SCATTER, EventKind.BACKWARD]
+    events = observed.run.events(rank, kinds=[int(kind) for kind in kinds])
+    events = events.where(events.phase == Phase.BACKWARD)
+    is_pass = events.kind == EventKind.BACKWARD
+    groups = observed.run.manifest.process_groups
+    shared = [each.index for each in groups if len(each.ranks) > 1]
+    reduced = set(events.step[~is_pass & np.isin(events.group, shared)].tolist())
+    return 2 * len(reduced) > len(set(events.step[is_pass].tolist()))
+
+
+_ENCLOSED = (
+    "fully_shard manages the parameters that a module has when it is called, without "
+    "ignored_params: make the parameter before this call. Parameters that are left out on purpose "
+    "need an all-reduce of their gradients before each update."
+)
+_OUTSIDE = (
+    "Shard the whole model too, after its layers: fully_shard(model). Parameters that are left out "
+    "on purpose need an all-reduce of their gradients before each update."
+)
 _CHANGES: Mapping[str, str] = {
     "ddp": "Call the wrapped model, not model.module. Leave no_sync() before the backward of the "
     "last microbatch of a step.",
@@ -158,10 +202,10 @@ _REDUCE = (
     "Reduce the gradients in the backward of the last microbatch of a step: "
     "set_requires_gradient_sync(True) and set_requires_all_reduce(True), or leave no_sync()."
 )
+_OWN = "If the optimizer reads gradients of your own, such as main_grad, ignore this."
 _REACH = (
     "Look for zero_grad() between backward() and step(), and for a loss without a graph to the "
-    "parameters, as after detach() or torch.tensor(). If the optimizer reads gradients of your "
-    "own, such as main_grad, ignore this."
+    f"parameters, as after detach() or torch.tensor(). {_OWN}"
 )
 
 
@@ -200,6 +244,35 @@ def _check_without(observed: Observed) -> Iterator[TrainingFault]:
         _REDUCE if is_off else _REACH,
         first.place,
     )
+
+
+def _check_zero(observed: Observed) -> Iterator[TrainingFault]:
+    """Find gradients that become exactly zero between each backward and its update."""
+    if not all(map(_become_zero, observed.seen.values())):
+        return
+    first = observed.seen[min(observed.seen)]
+    to_zero = next((each for each in first.clips if not each.limit), None)
+    yield TrainingFault(
+        TrainingCheck.GRADIENTS,
+        tuple(sorted(observed.seen)),
+        False,
+        "All sampled gradients are 0 before each update.",
+        f"In each of {plural(len(first.updates), 'update')} that were looked at, the sampled "
+        f"gradients of {plural(len(first.parameters), 'parameter')} are exactly 0. After the "
+        "backward before it, they were not."
+        + (" They are clipped to a norm or value of 0." if to_zero else ""),
+        f"Pass a limit above 0. {_OWN}"
+        if to_zero
+        else f"Look for zero_grad() between backward() and step(). {_OWN}",
+        to_zero.place if to_zero else observed.place_of_update(min(observed.seen)),
+    )
+
+
+def _become_zero(seen: TrainingSeen) -> bool:
+    """Whether gradients of a rank were not zero after backwards, and all are in each update."""
+    are_zero = all(norm == 0 for each in seen.updates for norm in each.gradients)
+    found = [any(each.weighted_before) for each in seen.updates]
+    return are_zero and sum(found) >= LEAST_UPDATES
 
 
 def _check_twice(observed: Observed) -> Iterator[TrainingFault]:

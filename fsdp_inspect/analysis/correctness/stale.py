@@ -1,21 +1,32 @@
 """Find units that compute with parameters from before their last change.
 
 - Seen: in the first steps: values of unsharded parameters and of their shards.
-- Proof: they differ around at least three backwards and half of all, and the forwards of the unit
-  gather it in fewer of the recorded steps than it runs in. torch gathers only what was resharded.
-- Refuted by: a gather for each step, as after `reshard()` in the loop; a unit that does not run
+- Proof: they differ around at least three backwards and half of all, and forwards of the unit in at
+  least two recorded steps use a gather from before the last update. torch gathers only what was
+  resharded.
+- Refuted by: a gather after each update, as after `reshard()` in the loop; a unit that does not run
   again; a reference model, whose shards do not change.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
 from fsdp_inspect.formatting import format_unit, plural
-from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 
 _LEAST_LOOKS = 3
+_LEAST_STEPS = 2
+
+
+class _Old(NamedTuple):
+    """A unit whose forwards use a gather from before the last update."""
+
+    unit: int
+    is_after_backward: bool
+    """Whether no backward ran between this gather and the update."""
 
 
 def check_stale(observed: Observed) -> Iterator[TrainingFault]:
@@ -31,28 +42,39 @@ def check_stale(observed: Observed) -> Iterator[TrainingFault]:
         }
         wrong = _run_without_gather(observed, rank, sorted(counts)) if counts else []
         if wrong:
-            yield _describe(observed, rank, wrong, counts[wrong[0]], seen.num_looks)
+            yield _describe(observed, rank, wrong, counts[wrong[0].unit], seen.num_looks)
             return
 
 
-def _run_without_gather(observed: Observed, rank: int, units: list[int]) -> list[int]:
-    kinds = [int(EventKind.FORWARD), int(EventKind.ALL_GATHER)]
-    events = observed.run.events(rank, kinds=kinds)
-    events = events.where(events.phase == Phase.FORWARD)
+def _run_without_gather(observed: Observed, rank: int, units: list[int]) -> list[_Old]:
+    kinds = [EventKind.FORWARD, EventKind.ALL_GATHER, EventKind.OPTIMIZER, EventKind.BACKWARD]
+    events = observed.run.events(rank, kinds=[int(kind) for kind in kinds])
+    updates = np.sort(events.end_ns[events.kind == EventKind.OPTIMIZER])
+    is_pass = (events.kind == EventKind.BACKWARD) & (events.unit == NO_UNIT)
+    backwards = np.sort(events.end_ns[is_pass])
     found = []
     for unit in units:
         own = events.where(events.unit == unit)
-        run, gathered = (np.unique(own.step[own.kind == kind]) for kind in kinds)
-        if len(run) >= 2 and len(gathered) < len(run):
-            found.append(unit)
+        gathers = np.sort(own.start_ns[own.kind == EventKind.ALL_GATHER])
+        forwards = own.where((own.kind == EventKind.FORWARD) & (own.phase == Phase.FORWARD))
+        after = np.searchsorted(updates, forwards.start_ns)
+        last = np.searchsorted(gathers, forwards.end_ns)
+        is_known = (after > 0) & (last > 0)
+        gathered = gathers[last[is_known] - 1]
+        updated = updates[after[is_known] - 1]
+        is_old = gathered < updated
+        if len(np.unique(forwards.step[is_known][is_old])) >= _LEAST_STEPS:
+            first = np.argmax(is_old)
+            between = (backwards > gathered[first]) & (backwards < updated[first])
+            found.append(_Old(unit, is_after_backward=not between.any()))
     return found
 
 
 def _describe(
-    observed: Observed, rank: int, wrong: list[int], count: int, num_looks: int
+    observed: Observed, rank: int, wrong: list[_Old], count: int, num_looks: int
 ) -> TrainingFault:
     units = observed.run.manifest.units
-    name = format_unit(units[wrong[0]].fqn)
+    name = format_unit(units[wrong[0].unit].fqn)
     more = f" and {plural(len(wrong) - 1, 'other unit')}" if len(wrong) > 1 else ""
     verb, was, its = ("computes", "was", "its") if not more else ("compute", "were", "their")
     because = (
@@ -62,12 +84,21 @@ def _describe(
         "Pass reshard_after_forward=True to fully_shard for this model, also for its root, or call "
         "reshard() on it after its parameters change."
     )
-    if units[wrong[0]].num_trainable_parameters:
+    if units[wrong[0].unit].num_trainable_parameters:
         because = (
             f"{its.capitalize()} parameters stay unsharded after the last backward of a step, so "
             "the next forward does not gather the update."
         )
         change = "Call set_reshard_after_backward(is_last_microbatch) before each backward."
+        if wrong[0].is_after_backward:
+            because = (
+                f"A forward between the backward and the update gathers {its} parameters, and no "
+                "backward reshards them, so the next forward does not gather the update."
+            )
+            change = (
+                "Run forwards without a backward after optimizer.step(), or call reshard() on the "
+                "model before its next forward."
+            )
     return TrainingFault(
         TrainingCheck.PARAMETERS,
         (rank,),

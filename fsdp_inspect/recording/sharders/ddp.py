@@ -16,7 +16,9 @@ A bucket is not a module, so it has neither a forward nor a backward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
@@ -45,7 +47,7 @@ from fsdp_inspect.recording.torch_api.ddp import (
 )
 from fsdp_inspect.recording.unit_timing import Reductions
 from fsdp_inspect.recording.units import dtype_code, dtype_name
-from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Stream
+from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Method, Phase, Stream
 from fsdp_inspect.trace.run import Unit
 from fsdp_inspect.trace.sharders import DDP
 
@@ -203,6 +205,7 @@ class BucketHooks:
         for _, wrapper in self._sharder.wrappers:
             forward = self._wrap_forward(wrapper)
             patches.set_attribute(wrapper, "forward", forward)
+            self._watch_unwrapped(wrapper.module, patches)
             for name in comm_hooks_of(wrapper):
                 self._session.has_comm_hooks = True
                 self._session.problem(
@@ -240,6 +243,28 @@ class BucketHooks:
             on_begin=begin,
             on_end=self._sharder.update_units,
         )
+
+    def _watch_unwrapped(self, module: nn.Module, patches: Patches) -> None:
+        """Time an evaluation that calls the module inside the wrapper, as that of transformers.
+
+        The new method is bound, so a copy of the module keeps its own weights and is not timed.
+        torch.compile may trace it.
+        """
+        if not isinstance(module.forward, MethodType):
+            return
+        session, original = self._session, module.forward.__func__
+        evaluate = wrap_model_forward(
+            module.forward, session, self._memory, key=lambda: (id(module), module.training)
+        )
+
+        @functools.wraps(original)
+        def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            is_alone = self_ is module and session.phase == Phase.OUTSIDE
+            if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_alone:
+                return original(self_, *args, **kwargs)
+            return evaluate(*args, **kwargs)
+
+        patches.set_attribute(module, "forward", MethodType(forward, module))
 
     # --- all-reduce
 

@@ -387,16 +387,19 @@ def original_sizes(group: FSDPParamGroup) -> list[torch.Size]:
 def parameter_shapes(handle: GroupHandle) -> dict[str, list[int]]:
     """The full shape of each parameter of a unit by fqn, in the order of `sharded_parameters_of`.
 
-    A parameter with several names (tied weights) has its first name here.
+    A parameter with several names (tied weights) has its first name here. One whose module the
+    script has removed since has a name of ours: `removed_1.weight`.
     """
     names = {
         module: f"{fqn}.{name}".strip(".")
         for fqn, top in zip(handle.fqns, handle.modules, strict=True)
         for name, module in top.named_modules()
     }
-    shapes = {}
+    shapes: dict[str, list[int]] = {}
     for param in handle.group.fsdp_params:
-        module, name = next(place for place in _places_of(param) if place[0] in names)
+        known = (place for place in _places_of(param) if place[0] in names)
+        module, name = next(known, next(_places_of(param)))
+        names.setdefault(module, f"{handle.fqns[0]}.removed_{len(shapes)}".strip("."))
         shapes[strip_wrappers(f"{names[module]}.{name}".removeprefix("."))] = list(param._orig_size)
     return shapes
 
