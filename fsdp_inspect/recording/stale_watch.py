@@ -11,17 +11,20 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from fsdp_inspect.recording.late_values import LateValues
-from fsdp_inspect.recording.tensors import local_part
+from fsdp_inspect.recording.tensors import COMPARED_VALUES, local_part
 from fsdp_inspect.recording.torch_api.autograd import version_of
-from fsdp_inspect.recording.torch_api.fsdp2 import COMPARED_VALUES, GroupHandle
 from fsdp_inspect.recording.torch_api.overrides import unseen
 from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.correctness import UnitsSeen
+
+if TYPE_CHECKING:
+    from fsdp_inspect.recording.torch_api.fsdp2 import GroupHandle
 
 _UNITS = 16
 """Units that are looked at; those without trained parameters first."""
@@ -39,7 +42,11 @@ class StaleWatch:
     """
 
     def __init__(self, units: Sequence[UnitHandle], late: LateValues) -> None:
-        own = [(at, unit) for at, unit in enumerate(units) if isinstance(unit, GroupHandle)]
+        own = [
+            (at, cast("GroupHandle", unit))
+            for at, unit in enumerate(units)
+            if hasattr(type(unit), "unsharded_and_sharded")  # another torch may lack the module
+        ]
         self._units = sorted(own, key=lambda pair: _is_trained(pair[1]))[:_UNITS]
         self._late = late
         self._frozen: dict[int, _Frozen] = {}

@@ -9,6 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 _MOST_DESCRIBED = 4
+COMPARED_VALUES = 64
+"""The first values of a tensor that are compared with others."""
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -36,7 +36,7 @@ def main(run: Path, steps: int, *, resumes: bool) -> None:
         dcp.load(get_model_state_dict(model), checkpoint_id=checkpoint)
     optimizer = torch.optim.AdamW(model.parameters())
     settings = {"memory_steps": (), "hang_after_s": 0.5}
-    with Recorder(model, optimizer=optimizer, path=run, **settings) as recorder:
+    with Recorder(model, optimizer=optimizer, path=run, resume=resumes, **settings) as recorder:
         for step in range(steps):
             with recorder.step():
                 if step == 1:

@@ -33,7 +33,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from torch.distributed.tensor import DTensor
 
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.recording.tensors import local_part
+from fsdp_inspect.recording.tensors import COMPARED_VALUES, local_part
 from fsdp_inspect.recording.torch_api.modules import strip_wrappers
 
 __all__ = ["FSDPCommContext", "FSDPParamGroup", "FSDPState", "TrainingState"]
@@ -50,8 +50,8 @@ SET_UNSHARD_ASYNC = "_set_unshard_async_op"
 WAIT_FOR_REDUCE_SCATTERS = "_wait_for_post_backward"
 """The method of a group that waits for the reduce-scatters that it drops."""
 
-_COMPARED, COMPARED_VALUES = 2, 64
-"""Parameters of a unit, and values of each, that show whether its unsharded parameters are old."""
+_COMPARED = 2
+"""Parameters of a unit that show whether its unsharded parameters are old."""
 _DEFAULTS_BEFORE_TORCH_2_13 = {"reduce_scatter_max_input_buffers": 1}
 
 
