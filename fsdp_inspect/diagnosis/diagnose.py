@@ -1198,7 +1198,8 @@ class _Case:
             numerics=self._numerics,
             loss_spikes=find_loss_spikes(self._run),
             drift=() if self._is_imported else measure_drift(self._run).changes,
-            has_memory=any(len(self._run.memory(rank)) for rank in self._records),
+            has_memory=problem is not ProblemClass.OUT_OF_MEMORY
+            or any(len(self._run.memory(record.rank)) for record in self._run.ranks),
             long_steps=None if self._is_imported else measure_drift(self._run).long_steps,
             grid=None,
             stacks=group_stacks(self._dumps),

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from fsdp_inspect_app.app_pages.runs.frames import STEP_TIMES_COLUMN, frame_runs
+from fsdp_inspect_app.app_pages.runs.frames import MISTAKE_COLUMN, STEP_TIMES_COLUMN, frame_runs
 from fsdp_inspect_app.app_pages.timeline.frames import frame_spans
 from fsdp_inspect_app.catalog_reading import KnownRuns
 from fsdp_inspect_app.tables import frame_breakdown, frame_of, gb_per_s, mib, ms, to_csv
@@ -110,7 +110,7 @@ def test_missing_numbers_stay_missing():
     assert gb_per_s(None) is None
 
 
-def list_of_runs(count):
+def list_of_runs(count, mistake=None):
     """Runs with 40 step times, except the last one, which is not read yet."""
     entries = [result_types.RunEntry(f"run-{n}", Path("/runs"), 1 + n) for n in range(count)]
     rows = {}
@@ -118,6 +118,7 @@ def list_of_runs(count):
         times = tuple(range(number, number + 40_000_000, 1_000_000))
         rows[entry.id] = {
             "status": "complete",
+            "training": mistake,
             "source": "recorded",
             "num_steps": 42,
             "world_size": 2,
@@ -132,6 +133,15 @@ def list_of_runs(count):
             "tags": ["main"],
         }
     return frame_runs(entries, KnownRuns(rows, {}, is_complete=False), {}, {})
+
+
+def test_a_mistake_takes_the_place_of_the_model_in_the_list_of_runs():
+    plain, wrong = list_of_runs(3), list_of_runs(3, "The optimizer updates nothing.")
+    assert MISTAKE_COLUMN not in plain
+    assert "model" in plain.attrs["order"]
+    assert wrong[MISTAKE_COLUMN].tolist()[:2] == ["The optimizer updates nothing."] * 2
+    assert MISTAKE_COLUMN in wrong.attrs["order"]
+    assert "model" not in wrong.attrs["order"]
 
 
 def test_a_long_list_of_runs_has_shorter_lines_and_the_same_texts():

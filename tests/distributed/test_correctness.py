@@ -146,9 +146,10 @@ def test_lists_of_runs_name_a_mistake(runs: tuple[Path, str], tmp_path: Path) ->
         (tmp_path / name).symlink_to(runs[0] / name)
     listed = {each.id: each.notes for each in list_recorded_runs(tmp_path)}
     index_runs(tmp_path)
-    rows = open_catalog(tmp_path).query("SELECT run, training FROM runs").rows
+    rows = open_catalog(tmp_path).query("SELECT run, training FROM runs").rows()
     assert listed == {"stale-optimizer": (STALE,), "plain": ()}
-    assert sorted(rows) == [("plain", None), ("stale-optimizer", STALE)]
+    named = {row["run"]: row["training"] for row in rows}
+    assert named == {"plain": None, "stale-optimizer": STALE}
 
 
 def test_a_model_that_never_trains_with_dropout_is_noted(runs: tuple[Path, str]) -> None:
