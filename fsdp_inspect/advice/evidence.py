@@ -24,7 +24,7 @@ MOST_ROWS = 3
 """The highest number of events that a finding or a suggestion shows."""
 
 
-AND_HOST_WORK = ", and the host's work for these calls, which is not measured apart."
+AND_HOST_WORK = ", and the host's work for these calls, which is not measured separately."
 """The end of the effect of a fix that removes collectives: their waits are no bound."""
 SIMULATED_PLANS = "the simulated plans"
 """`Effect.predicted_by` of findings that only name a change of the plan."""

@@ -29,11 +29,13 @@ from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.plain_steps import remove_detail_cost
 from fsdp_inspect.analysis.step_selection import (
     RankSteps,
+    split_by_rank,
     sum_per_step,
     timed_ranks,
     usual_steps,
 )
 from fsdp_inspect.columns import TableSpec, number_column, text_column, value_column
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.results import Result, TableResult
@@ -106,7 +108,9 @@ class LongSteps(Result):
     distance: int | None
     """The number of steps from one to the next, of most of them; None: it varies."""
     accounted_by: tuple[str, ...]
-    """The parts that are longer by the same time, one sentence each; or those of other ranks."""
+    """The parts that are longer by the same time, one sentence each; also those of other ranks."""
+    are_left_out: bool = True
+    """Whether the typical step contains none of them."""
 
     @property
     def sentence(self) -> str:
@@ -116,7 +120,7 @@ class LongSteps(Result):
         return (
             f"{len(self.steps)} of {self.out_of} steps take {self.usual_ratio:.1f} times as long "
             f"as usual{because}{often}. They cost {format_ratio(self.cost_ratio)} of the time of "
-            "all steps, and the typical step leaves them out."
+            f"all steps{', and the typical step leaves them out' if self.are_left_out else ''}."
         )
 
 
@@ -261,21 +265,21 @@ def _describe(
     was, now = (round(float(np.median(member.step_time_ns[side]))) for side in (before, after))
     detailed = _find_detailed(run, member, before, after)
     sides = member.steps[before], member.steps[after]
-    others = [] if detailed else list(_parts_of_others(run, member, sides, now - was))
+    data, others = ([], []) if detailed else _parts_of_others(run, member, sides, now - was)
     low, high = (np.flatnonzero(is_plain[side]) + side.start for side in (before, after))
     if detailed:
-        accounts = _parts(*detailed, now - was, PARTS_OF_STEP)
-    elif others or min(len(low), len(high)) < _STEPS_PER_BLOCK:
-        accounts = _parts(member, before, after, now - was, [StepPart.DATA])
+        accounts = _parts(run, *detailed, now - was, PARTS_OF_STEP)
+    elif data or min(len(low), len(high)) < _STEPS_PER_BLOCK:
+        accounts = _parts(run, member, before, after, now - was, [StepPart.DATA])
     else:
-        accounts = _parts(member, low, high, now - was, _PLAIN_PARTS, has_waits=True)
+        accounts = _parts(run, member, low, high, now - was, _PLAIN_PARTS)
     return ChangePoint(
         step=int(member.steps[after.start]),
         before_ns=was,
         after_ns=now,
         change_ratio=now / was - 1,
         accounted_by=(*accounts, *_collected(member, before, after, now - was)),
-        coincident=(*others, *_find_coincidences(run, member, detailed, before, after)),
+        coincident=(*data, *others, *_find_coincidences(run, member, detailed, before, after)),
         are_parts_known=detailed is not None,
     )
 
@@ -294,25 +298,33 @@ def _find_long_steps(
     if number < _FEWEST_LONG or number > len(times) / _STEPS_PER_LONG or cost < _LEAST_COST:
         return None
     distance = _find_distance(member.steps[is_long])
-    devices = run.devices(member.rank)
-    if distance is None and (_rate(devices.run_delay_ns, devices.time_ns) or 0) > _LEAST_SHARE:
+    if distance is None and _waits_for_cores(run, member.rank):
         return None
     kind = is_plain if (is_long & is_plain).any() else ~is_plain
     before, after = np.flatnonzero(kind & ~is_long), np.flatnonzero(kind & is_long)
     change = _median_ns(extra[after])
     sides = member.steps[before], member.steps[after]
+    data, others = _parts_of_others(run, member, sides, change)
     parts = _PLAIN_PARTS if kind is is_plain else PARTS_OF_STEP
-    accounts = list(_parts_of_others(run, member, sides, change)) or list(
-        _parts(member, before, after, change, parts, has_waits=kind is is_plain)
-    )
+    own = _parts(run, member, before, after, change, parts)
     return LongSteps(
         steps=tuple(member.steps[is_long].tolist()),
         out_of=len(times),
         usual_ratio=float(np.median(times[is_long] / usual[is_long])),
         cost_ratio=cost,
         distance=distance,
-        accounted_by=tuple(accounts),
+        accounted_by=tuple(data or [*others, *own]),
+        are_left_out=bool(is_long[~is_plain].mean() < 1 / _STEPS_PER_LONG),
     )
+
+
+def _waits_for_cores(run: RunSource, rank: int) -> bool:
+    """Whether the rank's threads wait for a core for a part of the time that is worth stating."""
+    try:
+        devices = run.devices(rank)
+    except StoreError:  # its damage is stated where it is read
+        return False
+    return (_rate(devices.run_delay_ns, devices.time_ns) or 0) > _LEAST_SHARE
 
 
 def _find_distance(steps: NDArray[np.int32]) -> int | None:
@@ -379,7 +391,7 @@ def _find_coincidences(
     sides = member.steps[before], member.steps[after]
     late = [] if detailed is None else _late_ranks(run, detailed[0], sides, change)
     for other in late:
-        yield from _own_work(other, sides, change)
+        yield from _own_work(run, other, sides, change)
     yield from _collections(member, before, after, change, "")
     for other in late:
         yield from _collections(other, *_slices(other, sides), change, f" of rank {other.rank}")
@@ -397,24 +409,25 @@ def _is_account(difference: float, change: float) -> bool:
 
 
 def _parts(
+    run: RunSource,
     member: RankSteps,
     before: slice | NDArray[np.int64],
     after: slice | NDArray[np.int64],
     change: float,
     parts: Sequence[StepPart],
-    *,
-    has_waits: bool = False,
 ) -> Iterator[str]:
     """The parts that account for a change; if none does, forward and backward together."""
     both = [StepPart.FORWARD, StepPart.BACKWARD]
     found = not {*both} <= {*parts}
+    rows = run.summary(ranks=[member.rank], kinds=parts)
     for group in (*([part] for part in parts), both):
-        values = member.per_step(*group)
+        own = rows.where(np.isin(rows.kind, group))
+        values = sum_per_step(own.step, own.duration_ns, member.steps)
         was, now = _median_ns(values[before]), _median_ns(values[after])
         if _is_account(now - was, change) and not (found and group is both):
             found = True
             waits = f" with {'its' if len(group) == 1 else 'their'} waits"
-            waits = waits if has_waits and group != [StepPart.DATA] else ""
+            waits = waits if parts is _PLAIN_PARTS and group != [StepPart.DATA] else ""
             label = " and ".join(find_metric(f"{part.label}_ns").label for part in group)
             yield f"{label}{waits}: {format_ns(was)} to {format_ns(now)}"
 
@@ -460,23 +473,38 @@ def _late_ranks(run: RunSource, member: RankSteps, sides: _Sides, change: float)
 
 def _parts_of_others(
     run: RunSource, member: RankSteps, sides: _Sides, change: float
-) -> Iterator[str]:
-    """The parts of other ranks, which plain steps have, if they changed as the step time did.
+) -> list[list[str]]:
+    """The data, and the "other", of other ranks that changed as the step time did.
 
-    A few steps of each side show it: a summary has rows for each rank. Forward and backward are
-    left out, because they contain the waits for a late rank.
+    Plain steps have them. A few steps of each side show it: a summary has rows for each rank.
+    Forward and backward are left out, because they contain the waits for a late rank. So may
+    "other", but not the data.
     """
     few = [side[:: len(side) // _STEPS_OF_OTHERS + 1] for side in sides]
-    for part, words in (StepPart.DATA, "data"), (StepPart.OTHER, "other, with its waits,"):
-        rows = run.summary(kinds=[part], steps=np.concatenate(few).tolist())
-        found = {}
-        for rank in np.unique(rows.rank).tolist():
-            own = rows.where(rows.rank == rank)
-            was, now = (_median_ns(sum_per_step(own.step, own.duration_ns, side)) for side in few)
-            if _is_account(now - was, change):
-                found[rank] = f"{words} of rank {rank}: {format_ns(was)} to {format_ns(now)}"
-        if member.rank not in found:
-            yield from list(found.values())[:_MOST_LATE_RANKS]
+    return [
+        _part_of_others(run, member, few, change, part, words)
+        for part, words in (
+            (StepPart.DATA, "data"),
+            (StepPart.OTHER, "other, with its waits,"),
+        )
+    ]
+
+
+def _part_of_others(
+    run: RunSource,
+    member: RankSteps,
+    sides: Sequence[NDArray[np.int32]],
+    change: float,
+    part: StepPart,
+    words: str,
+) -> list[str]:
+    rows = run.summary(kinds=[part], steps=np.concatenate(sides).tolist())
+    found = {}
+    for rank, own in split_by_rank(rows).items():
+        was, now = (_median_ns(sum_per_step(own.step, own.duration_ns, side)) for side in sides)
+        if _is_account(now - was, change):
+            found[rank] = f"{words} of rank {rank}: {format_ns(was)} to {format_ns(now)}"
+    return [] if member.rank in found else list(found.values())[:_MOST_LATE_RANKS]
 
 
 def _own_change(member: RankSteps, sides: _Sides) -> int:
@@ -498,11 +526,11 @@ def _slices(other: RankSteps, sides: _Sides) -> tuple[slice, slice]:
     return slice(begin, first), slice(first, end)
 
 
-def _own_work(other: RankSteps, sides: _Sides, change: float) -> Iterator[str]:
+def _own_work(run: RunSource, other: RankSteps, sides: _Sides, change: float) -> Iterator[str]:
     was, now = _own_levels(other, sides)
     before, after = _slices(other, sides)
     own_parts = [part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES]
-    why = list(_parts(other, before, after, change, own_parts))
+    why = list(_parts(run, other, before, after, change, own_parts))
     collected = tuple(_collected_ns(other, side) for side in (before, after))
     if _is_account(collected[1] - collected[0], change):
         why.append(f"garbage collection: {format_ns(collected[0])} to {format_ns(collected[1])}")
@@ -517,7 +545,8 @@ def _batches(run: RunSource, rank: int, sides: _Sides, of_rank: str) -> Iterator
     """The tokens or samples of a step, which detailed steps know."""
     work = next((each.host_work for each in run.ranks if each.rank == rank), None)
     batches = [] if work is None else work.batches
-    of_sides = [[each for each in batches if each.step in {*side.tolist()}] for side in sides]
+    steps = [{*side.tolist()} for side in sides]
+    of_sides = [[each for each in batches if each.step in side] for side in steps]
     if not all(of_sides) or len({each.is_tokens for side in of_sides for each in side}) > 1:
         return
     was, now = (float(np.median([each.size for each in side])) for side in of_sides)

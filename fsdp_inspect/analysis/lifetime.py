@@ -428,20 +428,20 @@ class _Life:
         notes = []
         for place, (attempt, following) in enumerate(pairwise(self._attempts)):
             lost = int(self._is_lost(place).sum())
-            if not lost:
-                continue
-            why = f"attempt {following.number} loaded a checkpoint saved before them"
-            if attempt.saved_ns is None:
-                why = "the recorder saw no complete checkpoint of it"
-            elif not following.has_loaded(attempt):
-                why = f"the recorder saw attempt {following.number} load no checkpoint"
-                if following.has_other_start:
-                    why += (
-                        ", but its parameters are not the first ones: it may have loaded the last"
-                    )
-            notes.append(
-                f"{lost} of {len(attempt.steps)} steps of attempt {attempt.number} are lost: {why}."
-            )
+            which = f"{lost} of {len(attempt.steps)} steps of attempt {attempt.number} are lost"
+            has_loaded, is_saved = following.has_loaded(attempt), attempt.saved_ns is not None
+            if is_saved and not has_loaded and following.has_other_start:
+                notes.append(
+                    f"{which}, if attempt {following.number} loaded the last checkpoint: its "
+                    "parameters are not the first ones, but the recorder saw it load none."
+                )
+            elif lost:
+                why = f"attempt {following.number} loaded a checkpoint saved before them"
+                if not is_saved:
+                    why = "the recorder saw no complete checkpoint of it"
+                elif not has_loaded:
+                    why = f"the recorder saw attempt {following.number} load no checkpoint"
+                notes.append(f"{which}: {why}.")
         return notes
 
     # --- numbers of a phase

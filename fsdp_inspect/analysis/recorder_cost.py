@@ -74,7 +74,7 @@ class RecorderCost:
         blocks = plural(self.num_blocks, "block")
         return (
             f"Recorder: {format_ratio(max(self.ratio, 0.0))} of the step time ({low} to {high})"
-            f"{above}, measured in {blocks} of this run, which does not show all of its cost; "
+            f"{above}, measured in {blocks} of this run; this does not show all of the cost; "
             f"{steps}."
         )
 

@@ -5,6 +5,7 @@ rank that still records or was killed, so it is fast. The
 key numbers of a run (`measure_key_numbers`) come from its summary, in some milliseconds per run.
 """
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,10 @@ def _describe(entry: RunEntry) -> ListedRun:
     try:
         run = open_run(entry.path)
         status, ranks, num_steps = run.status.value, run.ranks, run.num_steps
-        notes = tuple(filter(None, [*run.notes, name_mistake(run)]))
+        mistake = None
+        with contextlib.suppress(StoreError):  # the notes state the damage
+            mistake = name_mistake(run)
+        notes = tuple(filter(None, [*run.notes, mistake]))
     except StoreError as error:
         return _unreadable(entry, str(error))
     return ListedRun(

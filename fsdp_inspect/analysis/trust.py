@@ -314,7 +314,7 @@ class Trust:
             "plan fits for long: find what keeps the memory first."
         )
         order = (
-            "The ranks issued different collectives, so results of this run are wrong, and no "
+            "The ranks issued different collectives, so results of this run may be wrong, and no "
             "prediction describes a right step: `fsdp-inspect diagnose` names the first difference."
         )
         found = (

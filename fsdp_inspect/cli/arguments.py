@@ -93,6 +93,8 @@ def path_of_run(run: str, source: "StoredRun") -> str:
     A command that names this folder works on, when its parent has more runs.
     """
     run_id = source.manifest.run_id
+    if (Path(run) / "run.json").exists():
+        return run
     places = (Path(run) / run_id, Path(run).parent / run_id)
     return next((str(place) for place in places if place.is_dir()), run)
 

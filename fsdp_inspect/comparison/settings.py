@@ -216,11 +216,12 @@ def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
 
 def script_of(command: Sequence[str]) -> str | None:
     """The file name of the script of a command, or its module; None: no word is one."""
-    for word in command:
+    for before, word in pairwise(["", *command]):
+        if before == "-m" and not word.startswith(("fsdp_inspect", "torch.distributed")):
+            return word
         if word.endswith(".py"):
             return PurePath(word).name
-    modules = [word for before, word in pairwise(command) if before == "-m"]
-    return next((word for word in modules if not word.startswith("fsdp_inspect")), None)
+    return None
 
 
 def _flatten(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -191,8 +191,9 @@ class Diagnosis:
     loss_spikes: tuple[LossSpike, ...]
     """Spikes of the logged loss, by step."""
     drift: tuple[ChangePoint, ...]
-    long_steps: LongSteps | None
     """Lasting changes of the step time, by step."""
+    long_steps: LongSteps | None
+    """Rare long steps that cost time; None: there are none."""
     grid: CollectiveGrid | None
     """The collectives of each rank around the difference or the wait; None without a black box."""
     stacks: tuple[StackGroup, ...]
@@ -676,7 +677,7 @@ class _Case:
         """Check whether the rank that gave up first had waited for ranks that came much later."""
         waits = (each for each in self._waits if not each.unknown and first.rank in each.waiting)
         wait = next(waits, None)
-        if wait is None or not has_timed_out(first.detail):
+        if wait is None or wait.absent or not has_timed_out(first.detail):
             return None
         issued = {}
         for rank in wait.waiting:
@@ -687,7 +688,8 @@ class _Case:
                 issued[rank] = box.header.unix_of(int(own[0]["issued_ns"]))
         waited = first.unix_ns - issued.get(first.rank, first.unix_ns)
         late_by = {rank: (at - issued[first.rank]) / 1e9 for rank, at in issued.items()}
-        late = tuple(rank for rank, by in sorted(late_by.items()) if by * 2e9 > waited > 0)
+        # They came when the limit was nearly over: otherwise, the network may have failed.
+        late = tuple(rank for rank, by in sorted(late_by.items()) if by * 1e9 > 0.9 * waited > 0)
         if not late or waited < _LATEST_LOSS_NS:
             return None
         return self._make(

@@ -769,8 +769,9 @@ class Attachment:
             gradients_between=self.session.gradients_between,
         )
         observed |= self._sharder.settings()
-        if self.session.num_backwards:
-            observed["backwards"] = f"{self.session.num_backwards} a step"
+        [(backwards, _)] = self.session.backwards.most_common(1) or [(0, 0)]
+        if backwards:
+            observed["backwards"] = f"{backwards} a step"
         self._manifest = self._manifest.model_copy(
             update={
                 "units": units,

@@ -19,6 +19,7 @@ from fsdp_inspect.trace.correctness import CoverageSeen, StreakSeen
 if TYPE_CHECKING:
     from fsdp_inspect.recording.units import UnitHandle
 
+_OPTIMIZERS = 4
 _NAMES = 64
 """The most names that are kept."""
 
@@ -54,6 +55,8 @@ class CoverageWatch:
         self._with_state: set[tuple[int, ...]] = set()
         """The tensors for which an optimizer has left state, as in `_tensors_of`."""
         self._num_looks = 0
+        self._looked_at: set[int] = set()
+        """The ids of the optimizers whose units were looked at."""
         self._streaks: dict[int, StreakSeen] = {}
         """See `LateSeen.units_without`."""
 
@@ -127,7 +130,7 @@ class CoverageWatch:
             name
             for wrapper in {id(each.wrapper): each.wrapper for each in buckets}.values()
             for name, each in wrapper.module.named_parameters()
-            if each.requires_grad and id(each) in self._held and id(each) not in known
+            if each.requires_grad and id(each) in self._held & self._with_gradient - known
             if name not in wrapper.parameters_to_ignore
         ]
 
@@ -135,6 +138,9 @@ class CoverageWatch:
         """Note which units of an optimizer have no gradient, in early updates and one of five."""
         self._num_looks += 1
         if not is_early and self._num_looks % EVERY:
+            return
+        self._looked_at.add(id(optimizer))
+        if len(self._looked_at) > _OPTIMIZERS:  # such as one for each parameter
             return
         own = {id(each) for group in optimizer.param_groups for each in group["params"]}
         has_gradient = {}

@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ class Position:
     """
 
     __slots__ = (
+        "backwards",
         "depths",
         "execution_known",
         "execution_order",
@@ -71,7 +73,6 @@ class Position:
         "loader_ended_step",
         "loss_dtype",
         "microbatch",
-        "num_backwards",
         "num_batches",
         "num_collectives",
         "num_loader_passes",
@@ -148,8 +149,8 @@ class Position:
         self.times_plain, self.plain_ns = False, 0
         """Whether the notes of this plain step are timed, and the sum of these times."""
         self.loader_ended_ns, self.loader_ended_step = 0, -1
-        self.num_backwards = 0
-        """The most backwards of a step that has ended."""
+        self.backwards = Counter[int]()
+        """The steps that have ended, by the number of their backwards."""
         self.num_batches = self.num_loader_passes = self.last_ended_pass = 0
         """Batches that data loaders gave to the training thread; passes over them that began, and
         their number when a pass last ended."""
@@ -234,6 +235,7 @@ class Session(Position):
         "active",
         "append",
         "backward_place",
+        "backwards",
         "black_box",
         "checks",
         "clock",
@@ -500,7 +502,7 @@ class Session(Position):
         self.add(EventKind.STEP, self.step_start, end, phase=Phase.OUTSIDE, flags=flags)
         self.step_start = end
         self.step += 1
-        self.num_backwards = max(self.num_backwards, self.microbatch)
+        self.backwards[self.microbatch] += 1
         self.microbatch = 0
         self.phase = Phase.OUTSIDE
         self.open_units.clear()
@@ -607,10 +609,13 @@ class Session(Position):
 
     def _add_unclear(self) -> None:
         """Add the evaluations of step 0, without those whose passes the next step repeats."""
+        passes, was_interrupted = self._reference_passes, self.was_interrupted
+        repeated = passes.previous if passes.num_ended > 1 else frozenset()
         for begin, end, keys in self._unclear:
-            if not keys <= self._reference_passes.previous:
+            if not keys <= repeated:
                 self.add(EventKind.BETWEEN_STEPS, begin, end, step=0, phase=Phase.EVALUATION)
         self._unclear.clear()
+        self.was_interrupted = was_interrupted  # the rows are those of another step
 
     def end_evaluation(self) -> None:
         """Write the evaluation that the end of the recording leaves open."""

@@ -257,7 +257,7 @@ def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
         others = f" {inside} of these {len(replay.steps)} steps are among those {len(rare.steps)}."
     elif ranks.straggler_refusal is None:
         changes = max(row.busiest_ratio for row in ranks.ranks) < LEAST_BUSIEST_RATIO
-        alone = f"no rank alone is known to cost {format_ratio(LEAST_COST_RATIO)}"
+        alone = f"no rank alone is known to cost {format_ratio(LEAST_COST_RATIO)} or more"
         why = "the rank with the longest work changes" if changes else alone
         costs += f", although no rank is a straggler: {why}"
     return (

@@ -97,7 +97,7 @@ def test_the_cost_is_the_share_of_detail_and_the_fixed_parts():
     assert "32 of 60 steps in detail" in cost.sentence
     assert "above its budget of 1%, measured in 6 blocks" in cost.sentence
     assert "at least" not in cost.sentence  # the interval begins below the value
-    assert "which does not show all of its cost" in cost.sentence
+    assert "this does not show all of the cost" in cost.sentence
 
 
 def test_too_few_blocks_state_no_cost():

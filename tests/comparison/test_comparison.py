@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from fsdp_inspect.comparison import conclusions
@@ -54,18 +55,19 @@ def run_with_losses(losses, **manifest):
         ([5.0] * 4 + [1.0] * 16, None),
         ([1.0] * 10 + [1.04] * 10, None),
         ([5.0] * 20, "5"),
-        ([1.0] * 19 + [math.nan], "values that are not finite"),
+        ([1.0] * 19 + [math.nan], "not finite"),
+        ([0.5, 2.0] * 10, None),
     ],
 )
-def test_losses_that_end_at_another_level_are_stated(losses, end):
+def test_losses_at_another_level_are_stated(losses, end):
     first, other = run_with_losses([1.0] * 30, run_id="x"), run_with_losses(losses, run_id="y")
     caveats = compare_runs(first, other).caveats
     assert caveats == (
         ()
         if end is None
         else (
-            f"loss ends at 1 in A and {end} in B (median of 9 values, the last at step 19). This "
-            "comparison does not show why.",
+            f"loss is 1 in A and {end} in B (median of 20 values up to step 19). This comparison "
+            "does not show why.",
         )
     )
     assert compare_runs(other, other).caveats == ()
@@ -76,7 +78,17 @@ def test_repeats_whose_losses_lie_around_those_of_the_other_side_do_not_differ()
     between, above = (run_with_losses([loss] * 20, git_commit="new") for loss in (1.5, 3.0))
     assert compare_runs([low, high], between).caveats == ()
     [caveat] = compare_runs([low, high], above).caveats
-    assert caveat.startswith("loss ends at 1.5 in A and 3 in B (median of 9 values")
+    assert caveat.startswith("loss is 1.5 in A and 3 in B (median of 20 values")
+
+
+def test_noisy_losses_of_one_distribution_do_not_differ():
+    random = np.random.default_rng(0)
+    runs = [run_with_losses(1.2 + 0.25 * random.standard_normal(60)) for _ in range(80)]
+    stated = [
+        compare_runs([one], [other]).caveats
+        for one, other in zip(runs[:40], runs[40:], strict=True)
+    ]
+    assert stated == [()] * 40
 
 
 def test_two_runs_are_two_sides_and_the_first_is_the_reference():
@@ -489,6 +501,7 @@ def test_other_scripts_leave_no_likely_reason():
     [
         ((["python", "a/x.py", "--lr", "1"], ["python", "/b/x.py"]), []),
         ((["python", "x.py"], []), []),
+        ((["python", "-m", "jobs.x", "a.py"], ["python", "-m", "jobs.x", "b.py"]), []),
         ((["python", "-m", "fsdp_inspect.record", "-m", "jobs.x"], ["python", "x.py"]), ["script"]),
     ],
 )

@@ -513,7 +513,7 @@ def test_a_difference_stays_the_answer_when_later_collectives_have_overwritten_i
 
     found = diagnose(replace(run, desync_boxes=then))
     [caveat] = measure_trust(replace(run, desync_boxes=then)).prediction_caveats
-    assert caveat.startswith("The ranks issued different collectives, so results of this run are")
+    assert caveat.startswith("The ranks issued different collectives, so results of this run may")
 
     assert (found.problem, found.ranks, found.step) == (ProblemClass.ORDER_DIVERGED, (1,), 1)
     assert [event.kind.value for event in found.events] == ["desync", "end"]

@@ -124,7 +124,7 @@ def _no_longer(observed: Observed, seen: _Seen) -> TrainingFault | None:
         for index, first in (late[0].units_without.items() if len(late) == len(seen) else ())
         if all(_is_long(each.units_without.get(index, StreakSeen())) for each in late)
     }
-    first = next(iter(streaks.values()), StreakSeen())
+    first = max(streaks.values(), key=lambda each: each.since or 0, default=StreakSeen())
     when = f"in {plural(first.number, 'update')} that were looked at from step {first.since} on"
     fault = _cut(observed, seen, set(streaks), when)
     if fault is None:
@@ -132,7 +132,8 @@ def _no_longer(observed: Observed, seen: _Seen) -> TrainingFault | None:
     return replace(
         fault,
         sentence=fault.sentence.replace("no gradient", "no gradient any more"),
-        why=f"{fault.why} Before, the optimizer had gradients of this part.",
+        why=fault.why.replace(": the graph", ": it no longer runs, or the graph")
+        + " Before, the optimizer had gradients of it.",
         change=f"{fault.change} If this part is meant to rest, ignore this.",
         is_note=True,
     )

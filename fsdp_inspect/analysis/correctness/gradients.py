@@ -252,14 +252,15 @@ def _check_zero(observed: Observed) -> Iterator[TrainingFault]:
         return
     first = observed.seen[min(observed.seen)]
     to_zero = next((each for each in first.clips if not each.limit), None)
+    num_found = sum(any(each.weighted_before) for each in first.updates)
     yield TrainingFault(
         TrainingCheck.GRADIENTS,
         tuple(sorted(observed.seen)),
         False,
         "All sampled gradients are 0 before each update.",
         f"In each of {plural(len(first.updates), 'update')} that were looked at, the sampled "
-        f"gradients of {plural(len(first.parameters), 'parameter')} are exactly 0. After the "
-        "backward before it, they were not."
+        f"gradients of {plural(len(first.parameters), 'parameter')} are exactly 0. After "
+        f"{plural(num_found, 'backward')} before them, they were not."
         + (" They are clipped to a norm or value of 0." if to_zero else ""),
         f"Pass a limit above 0. {_OWN}"
         if to_zero

@@ -66,12 +66,10 @@ def _are_equal(sums: Sequence[float]) -> bool:
 
 def _summed_again(observed: Observed, holders: Sequence[Holders]) -> TrainingFault | None:
     """Find gradients that were equal on all ranks, and were added over them once more."""
-    if not _reduces(observed):
-        return None
     for each in holders:
         num_ranks = len(each.updates)
         num = _count(each, partial(_is_multiple, num_ranks))
-        if not num:
+        if not num or not _reduces(observed):
             continue
         return TrainingFault(
             TrainingCheck.GRADIENTS,

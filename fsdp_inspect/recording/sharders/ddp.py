@@ -250,7 +250,7 @@ class BucketHooks:
         The new method is bound, so a copy of the module keeps its own weights and is not timed.
         torch.compile may trace it.
         """
-        if not isinstance(module.forward, MethodType):
+        if not isinstance(module.forward, MethodType) or module.forward.__self__ is not module:
             return
         session, original = self._session, module.forward.__func__
         evaluate = wrap_model_forward(
@@ -259,10 +259,10 @@ class BucketHooks:
 
         @functools.wraps(original)
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            is_alone = self_ is module and session.phase == Phase.OUTSIDE
-            if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_alone:
-                return original(self_, *args, **kwargs)
-            return evaluate(*args, **kwargs)
+            if torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return original(self_, *args, **kwargs)  # torch.compile guards nothing else
+            is_unwrapped = self_ is module and session.phase == Phase.OUTSIDE
+            return evaluate(*args, **kwargs) if is_unwrapped else original(self_, *args, **kwargs)
 
         patches.set_attribute(module, "forward", MethodType(forward, module))
 
