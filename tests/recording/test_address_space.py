@@ -7,7 +7,7 @@ import sys
 import pytest
 
 PRINTS = """
-import os, fsdp_inspect.recording
+import os, fsdp_inspect.store
 import pyarrow as pa
 table = pa.table({"column": list(range(1000))})
 pa.ipc.new_stream(pa.BufferOutputStream(), table.schema).write_table(table)
