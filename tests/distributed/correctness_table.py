@@ -26,7 +26,6 @@ from tests.distributed import (
     test_correctness,
 )
 
-EVALUATION = "The model trains in evaluation mode."
 NOT_FINITE = dict.fromkeys(("not-finite", "not-finite-at-the-end"), "Parameters are not finite.")
 
 
@@ -44,7 +43,7 @@ SUITES = (
     Suite(
         "correctness_script",
         correctness_script.LOOPS,
-        {**test_correctness.MISTAKES, **NOT_FINITE, "evaluation-only": EVALUATION},
+        {**test_correctness.MISTAKES, **NOT_FINITE, **test_correctness.NOTES},
     ),
     Suite(
         "correctness_sharders",

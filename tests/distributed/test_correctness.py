@@ -79,6 +79,10 @@ MISTAKES = {
     "clipped-by-local-norms-of-fsdp1": CLIPS,
     "rounded-away": "100% of the updates change no stored parameter.",
 }
+NOTES = {
+    "evaluation-only": "The model trains in evaluation mode.",
+    "cut-later": "1 unit gets no gradient any more.",
+}
 CERTAIN = ("stale-optimizer", "stale-optimizer-of-fsdp1", "replicas-of-other-seeds")
 CERTAIN += ("old-teacher", "old-parameters", "probed-before-update")
 CERTAIN += ("never-cleared", "never-cleared-of-ddp", "shards-reduced-again", "sync-left-off")
@@ -155,14 +159,14 @@ def test_lists_of_runs_name_a_mistake(runs: tuple[Path, str], tmp_path: Path) ->
 def test_a_model_that_never_trains_with_dropout_is_noted(runs: tuple[Path, str]) -> None:
     [note] = open_run(runs[0] / "evaluation-only").correctness().notes
 
-    assert note.sentence == "The model trains in evaluation mode."
+    assert note.sentence == NOTES["evaluation-only"]
     assert "1 dropout with rates up to 0.1 is off" in note.why
 
 
 def test_a_unit_that_gets_no_gradient_later_is_noted(runs: tuple[Path, str]) -> None:
     [note] = open_run(runs[0] / "cut-later").correctness().notes
 
-    assert note.sentence == "1 unit gets no gradient any more."
+    assert note.sentence == NOTES["cut-later"]
     assert "0 runs with a graph" in note.why
     assert "had no gradient in 12 updates that were looked at from step 14 on" in note.why
 
