@@ -268,11 +268,11 @@ def _describe(
     data, others = ([], []) if detailed else _parts_of_others(run, member, sides, now - was)
     low, high = (np.flatnonzero(is_plain[side]) + side.start for side in (before, after))
     if detailed:
-        accounts = _parts(run, *detailed, now - was, PARTS_OF_STEP)
+        accounts = _parts(run, detailed[0], detailed[1:], now - was, PARTS_OF_STEP)
     elif data or min(len(low), len(high)) < _STEPS_PER_BLOCK:
-        accounts = _parts(run, member, before, after, now - was, [StepPart.DATA])
+        accounts = _parts(run, member, (before, after), now - was, [StepPart.DATA])
     else:
-        accounts = _parts(run, member, low, high, now - was, _PLAIN_PARTS)
+        accounts = _parts(run, member, (low, high), now - was, _OWN_PARTS, has_waits=True)
     return ChangePoint(
         step=int(member.steps[after.start]),
         before_ns=was,
@@ -305,8 +305,9 @@ def _find_long_steps(
     change = _median_ns(extra[after])
     sides = member.steps[before], member.steps[after]
     data, others = _parts_of_others(run, member, sides, change)
-    parts = _PLAIN_PARTS if kind is is_plain else PARTS_OF_STEP
-    own = _parts(run, member, before, after, change, parts)
+    has_waits = kind is is_plain
+    parts = _OWN_PARTS if has_waits else PARTS_OF_STEP
+    own = _parts(run, member, (before, after), change, parts, has_waits=has_waits)
     return LongSteps(
         steps=tuple(member.steps[is_long].tolist()),
         out_of=len(times),
@@ -343,8 +344,8 @@ def _find_distance(steps: NDArray[np.int32]) -> int | None:
 # least 20% of the change are late ranks. The samples of the median rank and of the late ranks are
 # compared, so a slower GPU of another rank is named.
 
-_PLAIN_PARTS = tuple(part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES)
-"""The parts that plain steps have; each contains the waits for collectives in it."""
+_OWN_PARTS = tuple(part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES)
+"""The parts without exposed communication. In plain steps, each contains the waits in it."""
 _ACCOUNTS = (0.8, 1.2)
 """Range of part change / step time change in which a part accounts for the change."""
 _LEAST_PART = 0.2
@@ -408,26 +409,33 @@ def _is_account(difference: float, change: float) -> bool:
     return low <= difference / change <= high
 
 
+_Places = slice | NDArray[np.int64]
+
+
 def _parts(
     run: RunSource,
     member: RankSteps,
-    before: slice | NDArray[np.int64],
-    after: slice | NDArray[np.int64],
+    places: tuple[_Places, _Places],
     change: float,
     parts: Sequence[StepPart],
+    *,
+    has_waits: bool = False,
 ) -> Iterator[str]:
-    """The parts that account for a change; if none does, forward and backward together."""
+    """The parts that account for a change; if none does, forward and backward together.
+
+    `places`: the positions of the steps of both sides. `has_waits`: the parts contain waits.
+    """
     both = [StepPart.FORWARD, StepPart.BACKWARD]
     found = not {*both} <= {*parts}
     rows = run.summary(ranks=[member.rank], kinds=parts)
     for group in (*([part] for part in parts), both):
-        own = rows.where(np.isin(rows.kind, group))
+        own = rows_of(rows, kinds=group)
         values = sum_per_step(own.step, own.duration_ns, member.steps)
-        was, now = _median_ns(values[before]), _median_ns(values[after])
+        was, now = (_median_ns(values[side]) for side in places)
         if _is_account(now - was, change) and not (found and group is both):
             found = True
             waits = f" with {'its' if len(group) == 1 else 'their'} waits"
-            waits = waits if parts is _PLAIN_PARTS and group != [StepPart.DATA] else ""
+            waits = waits if has_waits and group != [StepPart.DATA] else ""
             label = " and ".join(find_metric(f"{part.label}_ns").label for part in group)
             yield f"{label}{waits}: {format_ns(was)} to {format_ns(now)}"
 
@@ -529,11 +537,10 @@ def _slices(other: RankSteps, sides: _Sides) -> tuple[slice, slice]:
 def _own_work(run: RunSource, other: RankSteps, sides: _Sides, change: float) -> Iterator[str]:
     was, now = _own_levels(other, sides)
     before, after = _slices(other, sides)
-    own_parts = [part for part in PARTS_OF_STEP if part not in EXPOSED_PART_CODES]
-    why = list(_parts(run, other, before, after, change, own_parts))
-    collected = tuple(_collected_ns(other, side) for side in (before, after))
-    if _is_account(collected[1] - collected[0], change):
-        why.append(f"garbage collection: {format_ns(collected[0])} to {format_ns(collected[1])}")
+    why = [
+        *_parts(run, other, (before, after), change, _OWN_PARTS),
+        *_collected(other, before, after, change),
+    ]
     because = f" ({'; '.join(why)})" if why else ""
     yield f"own work of rank {other.rank}: {format_ns(was)} to {format_ns(now)}{because}"
 

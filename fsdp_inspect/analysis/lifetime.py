@@ -10,8 +10,8 @@ recorded times.
 [Note: Steps that count] A completed step counts unless a restart lost it. The steps of an attempt
 that another attempt follows survive up to the start of the last checkpoint that the attempt saved
 completely, and only if the next attempt loaded a checkpoint, or its first sampled parameters are
-others than those of the first attempt. The first step of an attempt sets up
-and compiles, so its time is no goodput.
+others than those of the first attempt. The first step of an attempt sets up and compiles, so its
+time is no goodput.
 """
 
 from collections import Counter

@@ -23,7 +23,7 @@ from itertools import pairwise
 
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.numerics import gradient_norms
-from fsdp_inspect.analysis.scalars import find_loss, measure_scalars
+from fsdp_inspect.analysis.scalars import measure_loss
 from fsdp_inspect.trace.run import RunSource
 
 _LEAST_VALUES = 10
@@ -77,7 +77,7 @@ def find_loss_spikes(run: RunSource) -> tuple[LossSpike, ...]:
 
 
 def _find_loss_spikes(run: RunSource) -> tuple[LossSpike, ...]:
-    series = find_loss(measure_scalars(run))
+    series = measure_loss(run)
     if series is None:
         return ()
     spikes = find_spikes(series.values)

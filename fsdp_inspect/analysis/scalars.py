@@ -42,6 +42,11 @@ def is_training_loss(name: str) -> bool:
     return "loss" in name.lower() and not _OF_VALIDATION.search(name)
 
 
+def measure_loss(run: RunSource) -> ScalarSeries | None:
+    """The loss of the training that the loop logged, as `find_loss` chooses it."""
+    return find_loss(measure_scalars(run))
+
+
 def find_loss(logged: Sequence[ScalarSeries]) -> ScalarSeries | None:
     """The loss of the training: `loss`, or else a name with it; None: none was logged.
 

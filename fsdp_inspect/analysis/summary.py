@@ -27,7 +27,7 @@ from fsdp_inspect.analysis.plan_check.check import PlanCheck, check_plan
 from fsdp_inspect.analysis.provenance import measure_provenance
 from fsdp_inspect.analysis.recorder_cost import RecorderCost, measure_recorder_cost
 from fsdp_inspect.analysis.run_heading import RunHeading, identify
-from fsdp_inspect.analysis.scalars import find_loss, measure_scalars
+from fsdp_inspect.analysis.scalars import measure_loss
 from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.analysis.step_times import RankOverlap, measure_overlap, measure_step_times
 from fsdp_inspect.analysis.stragglers.ranks import find_late_ranks
@@ -238,7 +238,7 @@ def _measure_allocator(run: RunSource, memory: Memory) -> AllocatorUse | None:
 
 
 def _find_loss(run: RunSource) -> Loss | None:
-    found = find_loss(measure_scalars(run))
+    found = measure_loss(run)
     if found is None:
         return None
     return Loss(found.values[0], found.values[-1], len(found.steps), found.name)

@@ -18,7 +18,7 @@ from fsdp_inspect.analysis.lifetime import measure_lifetime
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.analysis.run_list import MOST_COURSE, measure_key_numbers, name_mistake
-from fsdp_inspect.analysis.scalars import find_loss, measure_scalars
+from fsdp_inspect.analysis.scalars import measure_loss
 from fsdp_inspect.analysis.step_times import StepPoint, measure_overlap, measure_step_times
 from fsdp_inspect.analysis.units import UnitCosts, measure_units
 from fsdp_inspect.catalog.folders import (
@@ -485,7 +485,7 @@ def _lifetime(run: RunSource) -> Row:
 
 
 def _loss(run: RunSource) -> Row:
-    loss = find_loss(measure_scalars(run))
+    loss = measure_loss(run)
     return {} if loss is None else {"loss": loss.values[-1]}
 
 

@@ -20,7 +20,6 @@ from fsdp_inspect.cli.arguments import (
     parse_latency,
     parse_memory,
     parse_node_link,
-    path_of_run,
     print_renderable,
     require_new_file,
     say_how_to_verify,
@@ -142,7 +141,7 @@ def advise(  # noqa: PLR0913 - one argument an option
             require_new_file("--write", file)
     with open_tasks(dask) as tasks, show_progress() as on_progress:
         source = open_stored_argument(run, show_bars(tasks))
-        request = replace(request, run_name=path_of_run(run, source))
+        request = replace(request, run_name=source.label)
         advice = advise_run(source, request, on_progress=on_progress, tasks=tasks)
     if write is not None:
         _write(source, advice, request, write, take)

@@ -87,18 +87,6 @@ def open_run_argument(run: str, tasks: "Tasks | None" = None, attempt: int | Non
     return Run(open_stored_argument(run, tasks, attempt))
 
 
-def path_of_run(run: str, source: "StoredRun") -> str:
-    """The folder of an opened run; the argument itself if it is one, or a URL.
-
-    A command that names this folder works on, when its parent has more runs.
-    """
-    run_id = source.manifest.run_id
-    if (Path(run) / "run.json").exists():
-        return run
-    places = (Path(run) / run_id, Path(run).parent / run_id)
-    return next((str(place) for place in places if place.is_dir()), run)
-
-
 def open_stored_argument(
     run: str, tasks: "Tasks | None" = None, attempt: int | None = None
 ) -> "StoredRun":

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from string import ascii_uppercase
 
 from fsdp_inspect.analysis.kernels import Kernels, find_profile
-from fsdp_inspect.analysis.scalars import ScalarSeries, find_loss, measure_scalars
+from fsdp_inspect.analysis.scalars import ScalarSeries, measure_loss
 from fsdp_inspect.analysis.summary import Summary, measure_summary
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.comparison.increases import LineBytes, lines_at
@@ -119,7 +119,7 @@ def _measure(run: RunSource, summary: Summary) -> MeasuredRun:
         summary,
         measure_trust(run).other_plain_steps_caveat,
         () if peak is None else lines_at(run, peak),
-        find_loss(measure_scalars(run)),
+        measure_loss(run),
     )
 
 

@@ -235,7 +235,6 @@ class Session(Position):
         "active",
         "append",
         "backward_place",
-        "backwards",
         "black_box",
         "checks",
         "clock",

@@ -300,11 +300,6 @@ def _late(found: Diagnosis) -> str:
         idle = _longest_idle(found)
         return f"No rank has issued a collective for {idle}.{_common(found)}{then}"
     who = capitalize(format_ranks(found.ranks))
-    is_late = found.late_s is not None
-    if found.ranks and not (is_late or found.wait.absent) and found.ranks[0] in found.wait.waiting:
-        return f"{_all_wait(found, found.wait)}. {who} {_silent(found, found.ranks)}"
-    if not found.ranks or (found.wait.absent and not {*found.ranks} <= {*found.wait.absent}):
-        return _circle(found)
     what = describe_issued(found.wait.issued, found.unit_names)
     if found.late_s is not None:
         early = format_ranks([rank for rank in found.wait.waiting if rank not in found.ranks])
@@ -312,6 +307,10 @@ def _late(found: Diagnosis) -> str:
             f"{who} came {_seconds(found.late_s)} late to {what}{of_step(found.step)}: "
             f"{early} had waited until a time limit ({_clip(found.failure)})."
         )
+    if found.ranks and not found.wait.absent and found.ranks[0] in found.wait.waiting:
+        return f"{_all_wait(found, found.wait)}. {who} {_silent(found, found.ranks)}"
+    if not found.ranks or (found.wait.absent and not {*found.ranks} <= {*found.wait.absent}):
+        return _circle(found)
     first = found.state_of(found.ranks[0]) if found.ranks else None
     doing = "" if first is None else f" {_doing(first, found)}"
     rest = f"{_waits(found)}{_skipped_batch(found)}{_then_gone(first, found)}"

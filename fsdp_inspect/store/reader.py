@@ -176,6 +176,8 @@ class StoredRun:
         only_rank: int | None = None,
     ) -> None:
         self._files = files
+        self.label = files.label
+        """The folder of the run, or its URL."""
         self._manifest = manifest
         self._found: dict[str, None] = dict.fromkeys(notes)
         self._reuse = reuse or ReaderCache()

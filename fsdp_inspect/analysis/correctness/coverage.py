@@ -126,24 +126,17 @@ def _no_longer(observed: Observed, seen: _Seen) -> TrainingFault | None:
     }
     first = max(streaks.values(), key=lambda each: each.since or 0, default=StreakSeen())
     when = f"in {plural(first.number, 'update')} that were looked at from step {first.since} on"
-    fault = _cut(observed, seen, set(streaks), when)
-    if fault is None:
-        return None
-    return replace(
-        fault,
-        sentence=fault.sentence.replace("no gradient", "no gradient any more"),
-        why=fault.why.replace(": the graph", ": it no longer runs, or the graph")
-        + " Before, the optimizer had gradients of it.",
-        change=f"{fault.change} If this part is meant to rest, ignore this.",
-        is_note=True,
-    )
+    return _cut(observed, seen, set(streaks), when, had_some=True)
 
 
 def _is_long(streak: StreakSeen) -> bool:
     return streak.number >= LEAST_STREAK and streak.num_before >= _LEAST_UPDATES
 
 
-def _cut(observed: Observed, seen: _Seen, wrong: set[int], when: str) -> TrainingFault | None:
+def _cut(
+    observed: Observed, seen: _Seen, wrong: set[int], when: str, *, had_some: bool = False
+) -> TrainingFault | None:
+    """Units without a gradient; a note if they had some before, which may be meant."""
     units = observed.run.manifest.units
     names = [format_unit(units[each].fqn) for each in sorted(wrong) if each < len(units)]
     if not names:
@@ -153,15 +146,20 @@ def _cut(observed: Observed, seen: _Seen, wrong: set[int], when: str) -> Trainin
     verb, its, they, them = (
         ("runs", "its", "it", "it") if is_one else ("run", "their", "they", "them")
     )
-    return _fault(
+    any_more = " any more" if had_some else ""
+    or_rests = "it no longer runs, or " if had_some else ""
+    before = " Before, the optimizer had gradients of it." if had_some else ""
+    ignore = " If this part is meant to rest, ignore this." if had_some else ""
+    fault = _fault(
         observed,
         seen,
-        f"{plural(len(names), 'unit')} {'gets' if is_one else 'get'} no gradient.",
+        f"{plural(len(names), 'unit')} {'gets' if is_one else 'get'} no gradient{any_more}.",
         f"{names[0]}{more} {verb} with a graph, an optimizer holds {its} parameters, and {they} "
-        f"had no gradient {when}: the graph is cut after {them}.",
+        f"had no gradient {when}: {or_rests}the graph is cut after {them}.{before}",
         "Look for detach(), .data, .item() or no_grad() between this unit and the loss. Freeze "
-        "what should not be trained: requires_grad_(False).",
+        f"what should not be trained: requires_grad_(False).{ignore}",
     )
+    return replace(fault, is_note=had_some)
 
 
 def _repeated(observed: Observed, seen: _Seen) -> TrainingFault | None:

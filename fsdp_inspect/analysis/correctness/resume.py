@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from fsdp_inspect.analysis.correctness.batches import LEAST_BATCHES
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
-from fsdp_inspect.analysis.scalars import find_loss, measure_scalars
+from fsdp_inspect.analysis.scalars import measure_loss
 from fsdp_inspect.formatting import listed, plural
 from fsdp_inspect.trace.codes import EventFlag, EventKind
 from fsdp_inspect.trace.correctness import TrainingSeen
@@ -117,7 +117,7 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
 def _loss_rises(observed: Observed, ranks: tuple[int, ...]) -> Iterator[TrainingFault]:
     """Note that the loss begins higher than before; by chance, this happens once in 1,771."""
     attempts = (observed.run.earlier_attempts[-1], observed.run)
-    before, now = (find_loss(measure_scalars(each)) for each in attempts)
+    before, now = (measure_loss(each) for each in attempts)
     if before is None or now is None or before.name != now.name:
         return
     last, first = before.values[len(before.values) // 2 :], now.values[:_FIRST_LOSSES]

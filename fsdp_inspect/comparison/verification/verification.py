@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.contention import measure_contention
 from fsdp_inspect.analysis.provenance import measure_provenance
-from fsdp_inspect.analysis.scalars import ScalarSeries, find_loss, measure_scalars
+from fsdp_inspect.analysis.scalars import measure_loss
 from fsdp_inspect.analysis.step_times import measure_overlap
 from fsdp_inspect.analysis.trust import RunDelay, find_run_delay_difference, measure_trust
 from fsdp_inspect.analysis.units import measure_units
@@ -191,7 +191,11 @@ def verify_prediction(
             *busier,
             *about_compute,
             *_about_memory(prediction, peak),
-            *compare_losses(_losses(baselines), _losses(runs), ("the baseline", "the run")),
+            *compare_losses(
+                [*map(measure_loss, baselines)],
+                [*map(measure_loss, runs)],
+                ("the baseline", "the run"),
+            ),
         ),
         source=runs[0].manifest.source,
         run_ids=tuple(run.manifest.run_id for run in runs),
@@ -213,10 +217,6 @@ def verify_prediction(
 
 
 # --- measurements
-
-
-def _losses(runs: Sequence[RunSource]) -> list[ScalarSeries | None]:
-    return [find_loss(measure_scalars(run)) for run in runs]
 
 
 @dataclass(frozen=True, slots=True)

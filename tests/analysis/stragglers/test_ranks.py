@@ -10,7 +10,7 @@ from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.report.ranks_wording import describe_answer
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.tables import DeviceTable
-from tests.builders import RunBuilder, steady_run
+from tests.builders import InMemoryRun, RunBuilder, steady_run
 from tests.llama70b import (
     BLOCK_GATHER,
     BLOCK_SCATTER,
@@ -278,18 +278,23 @@ def test_nobody_waits_at_a_broadcast_for_a_receiver():
     assert (straggler.rank, straggler.late_ns) == (1, 61)
 
 
-def test_extra_work_of_which_others_are_seen_to_wait_for_a_part_has_an_unknown_cost():
-    """Rank 1 works 100 longer, but arrives only 25 later. The replay is 25 shorter without it."""
+def run_with_longer_work(*arrivals: int) -> InMemoryRun:
+    """Rank 0 works 100, and rank 1 works 200; both issue their gather before, at these times."""
     builder = RunBuilder(world_size=2)
     for step in range(8):
         start = 300 * step
-        for number, work in ((0, 100), (1, 200)):
+        for number, arrival in enumerate(arrivals):
             rank = builder.rank(number)
             rank.record = {"host": "a"}
             rank.step(step, start, start + 300)
-            times = {"need": start + work, "sequence": step}
-            rank.all_gather("layers.0", start + 25 * number, start + 300, **times)
-    ranks = measure_ranks(builder.build())
+            times = {"need": start + 100 * (number + 1), "sequence": step}
+            rank.all_gather("layers.0", start + arrival, start + 300, **times)
+    return builder.build()
+
+
+def test_extra_work_of_which_others_are_seen_to_wait_for_a_part_has_an_unknown_cost():
+    """Rank 1 works 100 longer, but arrives only 25 later. The replay is 25 shorter without it."""
+    ranks = measure_ranks(run_with_longer_work(0, 25))
     assert ranks.straggler is None
     headline, *rest = describe_answer(ranks)
     assert headline == (
@@ -302,16 +307,7 @@ def test_extra_work_of_which_others_are_seen_to_wait_for_a_part_has_an_unknown_c
 
 
 def test_a_rank_that_works_longer_while_the_link_is_busy_is_no_straggler():
-    builder = RunBuilder(world_size=2)
-    for step in range(8):
-        start = 300 * step
-        for number, work in ((0, 100), (1, 200)):
-            rank = builder.rank(number)
-            rank.record = {"host": "a"}
-            rank.step(step, start, start + 300)
-            times = {"need": start + work, "sequence": step}
-            rank.all_gather("layers.0", start + 5 - 5 * number, start + 300, **times)
-    ranks = measure_ranks(builder.build())
+    ranks = measure_ranks(run_with_longer_work(5, 0))
     assert [row.own_work_ns for row in ranks.ranks] == [100, 200]
     assert (ranks.straggler, ranks.straggler_refusal) == (None, None)
 
