@@ -269,7 +269,8 @@ def _also(evidence: Evidence) -> Iterator[Finding]:
          "Load batches ahead of the step: more loader workers, prefetching or pinned memory."),
         (Limit.COLLECTION, COLLECTION_RATIO, "Python's garbage collection takes",
          evidence.verdict.collect_less),
-        (Limit.BETWEEN, BETWEEN_RATIO, "Checkpoints or evaluation before each step take",
+        (Limit.BETWEEN, BETWEEN_RATIO,
+         "Checkpoints, evaluation or generation before each step take",
          "Save or evaluate less often, or in the background "
          "(torch.distributed.checkpoint.async_save)."),
     )  # fmt: skip

@@ -23,6 +23,7 @@ class RunIdentity:
     command: tuple[str, ...]
     model: str
     num_parameters: int
+    num_trainable_parameters: int
     device_type: str
     device_name: str
     sharder: str
@@ -42,6 +43,7 @@ def identify(manifest: RunManifest) -> RunIdentity:
         command=tuple(manifest.command),
         model=manifest.model.class_name,
         num_parameters=manifest.model.num_parameters,
+        num_trainable_parameters=manifest.model.num_trainable_parameters,
         device_type=manifest.device_type,
         device_name=manifest.device_name,
         sharder="" if manifest.source == "imported" else manifest.sharder_traits.title,

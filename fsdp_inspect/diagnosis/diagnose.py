@@ -366,6 +366,8 @@ class _Case:
         first = self._difference
         if first is None or self._ended_early_instead(first):
             return None
+        if first.difference is Difference.STEP and (sure := self._is_surely_wrong()):
+            return sure
         is_size = first.difference in (Difference.SIZE, Difference.DTYPE)
         shown = first.usual if first.usual.unit != NO_UNIT else first.deviant or first.usual
         uneven = self._uneven(first)

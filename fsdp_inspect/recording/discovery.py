@@ -111,7 +111,10 @@ class Discovery:
             self.recorder.close(error)
             return self.recorder.run_folder
         if not self._has_said_why:
-            self._say(f"nothing was recorded: {self._why_nothing()}")
+            why = self._why_nothing()
+            if error is not None and not isinstance(error, SystemExit):
+                why = f"the script failed first, with {type(error).__name__}."
+            self._say(f"nothing was recorded: {why}")
         return None
 
     # --- searching

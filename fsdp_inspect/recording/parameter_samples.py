@@ -90,6 +90,8 @@ class ParameterSamples:
         """See `LateSeen.digests`."""
         self._num_updates = 0
         self._last: list[torch.Tensor | None] = []
+        self._first: Sequence[torch.Tensor | None] = ()
+        """The sampled values before the first sampled update."""
         """The gradients after the last backward, as far as they have arrived."""
         self._finish: Callable[[list[torch.Tensor | None]], None] | None = None
         """Takes the parameters after the sampled update that runs."""
@@ -271,12 +273,14 @@ class ParameterSamples:
         before: Sequence[torch.Tensor | None],
         after: Sequence[torch.Tensor | None],
     ) -> None:
-        lost, meant = 0, 0
-        for gradient, old, new in zip(gradients, before, after, strict=True):
+        lost = meant = still = 0
+        self._first = self._first or before
+        for gradient, first, old, new in zip(gradients, self._first, before, after, strict=True):
             if gradient is not None and old is not None and new is not None:
                 is_meant = (gradient != 0) & torch.isfinite(gradient)
                 meant += int(is_meant.sum())
                 lost += int((is_meant & (old == new)).sum())
+                still += 0 if first is None else int((is_meant & (first == new)).sum())
         seen = UpdateSeen(
             step=step,
             rate=rate,
@@ -288,6 +292,7 @@ class ParameterSamples:
             digests=[0 if each is None else _digest(each) for each in before],
             num_meant=meant,
             num_lost=lost,
+            num_still=still,
         )
         self._last = []
         self.num_noted += 1

@@ -89,7 +89,7 @@ class TrainingChecks:
         self._clips = ClipWatch(self._quietly)
         self._batches = BatchWatch()
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
-        self._num_noted = 0
+        self._num_noted = self._num_updates = self._num_backwards = 0
         self._is_over = self._has_failed = False
         self._has_news = False
 
@@ -114,6 +114,8 @@ class TrainingChecks:
                 idle=self._rates.idle,
                 rates=dict(self._rates.last),
                 digests=[] if self._samples is None else self._samples.last_digests,
+                num_updates=self._num_updates,
+                num_backwards=self._num_backwards,
             ),
             "modes": list(self._modes.seen),
             "clips": self._clips.seen,
@@ -184,6 +186,8 @@ class TrainingChecks:
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe the parameters that an optimizer has updated."""
+        seen = self._optimizers.get(optimizer)
+        self._num_updates += seen is not None and seen.num_of_model > 0
         if not self.is_over:
             if (coverage := self._coverage) is not None:
                 self._quietly(lambda: coverage.after_update(optimizer))
@@ -262,6 +266,7 @@ class TrainingChecks:
 
     def before_backward(self, tensors: Any) -> None:
         """Keep the last batch, which a backward uses, and look at the loss it starts from."""
+        self._num_backwards += 1
         self._quietly(lambda: self._values.note_loss(tensors), is_early=False)
         if not self.is_over:
             if (coverage := self._coverage) is not None:
@@ -322,6 +327,11 @@ class TrainingChecks:
         if target.is_floating_point():  # probabilities of classes
             return
         count = int((target.detach().numpy() != ignored).sum())
+        if not count:
+            known = {"num_unlabelled": self._seen.num_unlabelled + 1}
+            self._seen = self._seen.model_copy(update=known)
+            self._has_news = True
+            return
         where = {"step": session.step, "microbatch": session.microbatch}
         place = find_calling_line(sys._getframe(1))
         dtype = str(result.dtype).removeprefix("torch.")
@@ -329,7 +339,7 @@ class TrainingChecks:
         def see_gradient(gradient: torch.Tensor) -> None:
             def keep() -> None:
                 scale = float(gradient) * (count if is_sum else 1)
-                if count and math.isfinite(scale):
+                if math.isfinite(scale):
                     seen = LossSeen(
                         num_tokens=count, scale=scale, place=place, dtype=dtype, **where
                     )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_inspect.errors import RecordingError
 from fsdp_inspect.recording.models import class_name_of
@@ -184,7 +185,8 @@ def describe_model(model: nn.Module, units: Sequence[UnitHandle]) -> ModelInfo:
     }
     for unit in units:
         for parameter, numel in zip(unit.local_parameters, unit.full_numels, strict=True):
-            sizes[id(parameter)] = (numel, parameter.requires_grad)
+            whole = parameter.numel() if isinstance(parameter, DTensor) else numel  # also over TP
+            sizes[id(parameter)] = (whole, parameter.requires_grad)
     return ModelInfo(
         class_name=class_name_of(model),
         num_parameters=sum(numel for numel, _ in sizes.values()),

@@ -53,7 +53,7 @@ from fsdp_inspect.report.out_of_memory import (
     out_of_memory_to_dict,
 )
 from fsdp_inspect.results import to_plain
-from fsdp_inspect.store.reduction.collective_order import Issued
+from fsdp_inspect.store.reduction.collective_order import Difference, Issued
 from fsdp_inspect.store.reduction.order_wording import (
     describe_difference,
     describe_issued,
@@ -887,12 +887,12 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
 
 
 def _describe_event(event: RunEvent) -> str:
-    """An event with its step, such as `in step 12, the ranks issued different collectives`."""
+    """An event with its step, such as `in step 12, the collectives of the ranks first differed`."""
     step = "" if event.step is None else f"in step {event.step}, "
     who = format_ranks(event.ranks) if event.ranks else "the ranks"
     match event.kind:
         case RunEventKind.DESYNC:
-            return f"{step}the ranks issued different collectives"
+            return f"{step}the collectives of the ranks first differed"
         case RunEventKind.NOT_FINITE:
             return f"{step}values that are not finite were first seen"
         case RunEventKind.OUT_OF_MEMORY:
@@ -1050,14 +1050,21 @@ def _next_for_problem(found: Diagnosis) -> Iterator[str]:
             "that run, `show` names the memory by unit and category, and `advise --memory-limit "
             "SIZE` finds plans."
         )
+    elif found.problem is ProblemClass.ORDER_DIVERGED and _is_of_steps(found):
+        yield "Decide on all ranks together whether a backward or an update is left out."
     elif found.problem is not None:
         yield from _NEXT.get(found.problem, ())
+
+
+def _is_of_steps(found: Diagnosis) -> bool:
+    """Whether the ranks issued the same collective in different steps."""
+    return found.difference is not None and found.difference.difference is Difference.STEP
 
 
 def _about_weights(found: Diagnosis) -> Iterator[str]:
     """What follows for the weights, if collectives of different tensors have finished."""
     difference = found.difference
-    if difference is None or not difference.num_since:
+    if difference is None or not difference.num_since or _is_of_steps(found):
         return
     since = max(issued.step for _, issued in difference.issued)
     if all(state.step is not None and state.step <= since for state in found.states):

@@ -73,6 +73,10 @@ def describe_run(heading: RunHeading) -> str:
     model = identity.model
     if model and identity.num_parameters:
         model += f", {format_count(identity.num_parameters)} parameters"
+        if 0 < identity.num_trainable_parameters < identity.num_parameters:
+            model += f" ({format_count(identity.num_trainable_parameters)} trained)"
+        if identity.mesh.get("pp", 1) > 1:
+            model += " in its pipeline stage"
     device = identity.device_name or identity.device_type
     facts = [ranks, identity.sharder, name_backend(heading.backend), device, model, loop]
     return " · ".join(fact for fact in facts if fact)

@@ -135,6 +135,8 @@ class UpdateSeen(Record):
     """Sampled values with a gradient that is not zero."""
     num_lost: Amount
     """Those that the update did not change."""
+    num_still: Amount | None = None
+    """Those of `num_meant` that are as before the first sampled update; None: unknown."""
 
 
 class BufferSeen(Record):
@@ -262,6 +264,10 @@ class LateSeen(Record):
     """The largest learning rate on the host in the last steps, by step."""
     digests: list[Annotated[int, Field(ge=0, lt=1 << 32)]] = Field(default_factory=list)
     """CRC-32 of the sampled values at the end; empty: unknown."""
+    num_updates: Amount = 0
+    """All updates of optimizers that hold parameters of the recorded models; 0: unknown."""
+    num_backwards: Amount = 0
+    """All backwards of the process."""
 
 
 class UnitsSeen(Record):
@@ -308,6 +314,8 @@ class TrainingSeen(Record):
     autocast: str = ""
     """The dtype of the autocast region around the first forward; empty: none."""
     losses: list[LossSeen] = Field(default_factory=list)
+    num_unlabelled: Amount = 0
+    """Means and sums in the same steps whose labels are all ignored; `losses` leaves them out."""
     values: ValuesSeen = ValuesSeen()
     coverage: CoverageSeen | None = None
     """None: the recorder does not see all optimizers, or they update partitions."""

@@ -94,7 +94,7 @@ def test_a_straggler_comes_first_and_a_starved_input_beside_it_is_named_too():
 def test_checkpoints_beside_another_limit_are_named():
     found = findings(replace(FACTS, straggler=STRAGGLER, between_ns=20))
     assert found[0].rule == "R32"
-    assert "Checkpoints or evaluation before each step take 20 ns" in found[1].sentence
+    assert "Checkpoints, evaluation or generation before each step take 20 ns" in found[1].sentence
 
 
 def test_a_starved_host_is_the_first_finding():

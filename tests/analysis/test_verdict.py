@@ -300,7 +300,7 @@ def test_gathers_of_an_optimizer_are_not_taken_for_clipping():
         ),
         (
             {"between_ns": 100 * MS},
-            "Checkpoints or evaluation take 50% of the time.",
+            "Checkpoints, evaluation or generation take 50% of the time.",
             "async_save",
         ),
         (
@@ -796,7 +796,9 @@ def test_a_host_bound_step_names_the_lines_that_read():
 def test_a_cost_beside_the_limit_is_named_with_its_remedy():
     verdict = give_verdict(facts(exposed_ns=40 * MS, between_ns=20 * MS))
     assert verdict.limit is Limit.COMMUNICATION
-    assert verdict.next_steps[-1].startswith("Checkpoints or evaluation take 16.7% of the time. ")
+    assert verdict.next_steps[-1].startswith(
+        "Checkpoints, evaluation or generation take 16.7% of the time. "
+    )
     alone = give_verdict(facts(exposed_ns=40 * MS, between_ns=5 * MS))
     assert not any("Checkpoints" in step for step in alone.next_steps)
     starved = facts(exposed_ns=40 * MS, between_ns=20 * MS, trust=without_cores(0.3))

@@ -1,11 +1,12 @@
-"""Find mistakes of gradient accumulation: never cleared, cleared too often, not divided.
+"""Find mistakes of gradient accumulation: never cleared, cleared too often, divided wrongly.
 
 - Seen: between the first 8 updates, the backwards that changed the gradients of 8 parameters, and
   whether these and their parameters were changed in between; the gradient of each mean loss.
 - Proof: each first backward adds to the gradients of the update before; gradients of one batch are
   cleared before the backward of the next, without an update between; each of the microbatches adds
-  the gradient of a whole mean; the learning rate changes between them; at the end of an epoch, an
-  update has fewer backwards than usual, whose losses are divided by the usual number.
+  the gradient of a whole mean, or of a mean that is divided by the square of their number; the
+  learning rate changes between them; at the end of an epoch, an update has fewer backwards than
+  usual, whose losses are divided by the usual number.
 - Refuted by: changed parameters between the backwards (SAM), several backwards for one batch (an
   attack on the inputs, chunks of a sequence), batches of several loaders (tasks that add up),
   gradients that the loop divides after the backward or keeps apart (differential privacy), a number
@@ -22,6 +23,8 @@ from fsdp_inspect.trace.correctness import LossSeen, RoundSeen, TrainingSeen
 
 _LEAST_ROUNDS = 3
 _TOLERANCE = 0.02
+_LEAST_FOR_TWICE = 3
+"""With two microbatches, the loss may have the weight of a half on purpose."""
 
 
 def check_accumulation(observed: Observed) -> Iterator[TrainingFault]:
@@ -36,7 +39,7 @@ def check_accumulation(observed: Observed) -> Iterator[TrainingFault]:
         return
     if len(rounds) < len(observed.seen):
         return
-    for find in (_never_cleared, _cleared_between, _not_divided, _rate_changes):
+    for find in (_never_cleared, _cleared_between, _not_divided, _divided_twice, _rate_changes):
         fault = find(observed, rounds)
         if fault is not None:
             yield fault
@@ -141,6 +144,30 @@ def _not_divided(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
         f"and nothing divides the sum: the gradient is {number} times the mean over the step.",
         f"Divide the loss of each microbatch by {number}. If the learning rate allows for the sum, "
         "ignore this.",
+        observed.seen[min(rounds)].losses[0].place,
+    )
+
+
+def _divided_twice(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
+    windows = [observed.seen[rank].windows for rank in rounds]
+    number = windows[0].num_backwards
+    if number == len(rounds) or number < _LEAST_FOR_TWICE:  # or divided by the ranks
+        return None
+    if any(
+        each.num_backwards != number
+        or each.num_usual < _LEAST_ROUNDS
+        or abs(number * each.scale - 1) > _TOLERANCE
+        for each in windows
+    ):
+        return None
+    if not _all(rounds, lambda each: _has_a_batch_each(each, number) and not each.num_cleared):
+        return None
+    return _fault(
+        rounds,
+        f"The loss is divided by the {number} microbatches twice.",
+        f"The {number} backwards of an update start from {1 / number**2:.3g} of the mean over "
+        f"their own microbatch: the gradient is 1/{number} of the mean over the step.",
+        f"Divide by {number} once. If the factor is meant, ignore this.",
         observed.seen[min(rounds)].losses[0].place,
     )
 

@@ -1,10 +1,11 @@
-"""Find ranks that split the data and read the same batches, and epochs with the same order.
+"""Find ranks that read the same batches or must do so, and epochs with the same order.
 
 - Seen: a digest of values of each batch of a `DataLoader` in the first steps, and of the first 8
   batches of up to 4 passes.
 - Proof: at least three different batches are equal on ranks that split the data, or six of a later
   pass, with a backward after each. A note: a sampler shuffles, and two passes in a row begin with
-  the same six different batches.
+  the same six different batches. What the models of the ranks of one tensor-parallel group receive
+  differs in all of the first batches.
 - Refuted by: one batch in all steps, as in a benchmark; ranks of one context-parallel group; what
   the model receives differs between the ranks, because each takes another part of the batch; a
   sampler that does not shuffle.
@@ -19,6 +20,7 @@ from fsdp_inspect.trace.run import RunSource
 
 LEAST_BATCHES = 3
 """Fewer equal batches may be equal by chance, or because they are padding."""
+_TENSOR_PARALLEL = "tp"
 _SPLIT = frozenset({"replicate", "shard", "world", "other"})
 """Roles and dimensions of the groups in which the ranks can read different batches."""
 
@@ -30,6 +32,7 @@ _LEAST_FIRST = 6
 def check_batches(observed: Observed) -> Iterator[TrainingFault]:
     """Find ranks that read the same batches, and epochs with the same order."""
     yield from _same_order(observed)
+    yield from _differ_in_tensor_parallel(observed)
     read = {
         rank: tuple(batch.digest for batch in each.batches) for rank, each in observed.seen.items()
     }
@@ -130,6 +133,34 @@ def _same_order(observed: Observed) -> Iterator[TrainingFault]:
             "the sampler's generator once.",
             is_note=True,
         )
+
+
+def _differ_in_tensor_parallel(observed: Observed) -> Iterator[TrainingFault]:
+    """Find ranks of one tensor-parallel group whose models receive different batches."""
+    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for rank, record in observed.records.items():
+        if rank in observed.seen and _TENSOR_PARALLEL in record.coordinates:
+            others = [each for each in record.coordinates.items() if each[0] != _TENSOR_PARALLEL]
+            groups.setdefault(tuple(sorted(others)), []).append(rank)
+    for ranks in groups.values():
+        received = [[each.inputs for each in observed.seen[rank].batches] for rank in ranks]
+        rounds = list(zip(*received, strict=False))
+        if len(ranks) < 2 or len(rounds) < LEAST_BATCHES:
+            continue
+        if all(None not in each and len(set(each)) == len(ranks) for each in rounds):
+            yield TrainingFault(
+                TrainingCheck.BATCHES,
+                tuple(sorted(ranks)),
+                False,
+                f"{capitalize(format_ranks(sorted(ranks)))} share tensors, and train on different "
+                "batches.",
+                "These ranks are one tensor-parallel group: each computes a part of every "
+                f"activation. In {plural(len(rounds), 'batch', 'batches')}, their models received "
+                "different values.",
+                "Give all ranks of a tensor-parallel group the same batch: create the sampler with "
+                "the size and the rank of the data-parallel dimension of the mesh.",
+            )
+            return
 
 
 def _share_a_group(run: RunSource, ranks: Sequence[int]) -> bool:

@@ -84,7 +84,8 @@ def _wrong_calls(observed: Observed) -> Iterator[TrainingFault]:
                 ranks,
                 wording.is_certain,
                 wording.sentence,
-                wording.why.format(found[ranks[0]], by_rank[ranks[0]].limit),
+                wording.why.format(found[ranks[0]], by_rank[ranks[0]].limit)
+                + " Only the first updates were looked at.",
                 wording.change,
                 place,
             )

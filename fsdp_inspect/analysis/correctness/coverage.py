@@ -87,13 +87,14 @@ def _missing(observed: Observed, seen: _Seen) -> TrainingFault | None:
     first = seen[min(seen)]
     held = sum(each.held_values for each in seen.values())
     missing = sum(each.missing_values for each in seen.values())
-    if not names or not missing or held < missing:  # most is left out, as for a new head
+    if not names or not missing:
         return None
+    is_most = held < missing  # as for a new head, or beside a teacher
     num = min(each.num_missing for each in seen.values())
     shown = [name for name in first.missing if name in names]
     more = f" and {plural(num - 1, 'other parameter')}" if num > 1 else ""
     verb, them = ("has", "it") if num == 1 else ("have", "them")
-    return _fault(
+    fault = _fault(
         observed,
         seen,
         f"No optimizer holds {plural(num, 'parameter')} that {verb} gradients.",
@@ -102,6 +103,7 @@ def _missing(observed: Observed, seen: _Seen) -> TrainingFault | None:
         "Create the optimizer from all parameters of the model, after the last one is added. "
         "Freeze those that should stay: requires_grad_(False) saves their gradients.",
     )
+    return replace(fault, is_note=is_most)
 
 
 def _without(observed: Observed, seen: _Seen) -> TrainingFault | None:

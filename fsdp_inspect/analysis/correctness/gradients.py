@@ -5,8 +5,8 @@
 - Proof: ranks that hold the same part receive different gradients in each of these updates;
   replicas receive equal ones at first, and later differ in values and gradients; ranks that hold
   different parts, with different values, receive equal ones.
-- Proof of zero gradients: all sampled ones are exactly 0 before every sampled update, and some were
-  not after at least three of the backwards before.
+- Proof of zero gradients: all sampled ones are exactly 0 before every sampled update. They were so
+  after every backward before, or some were not after at least three of them.
 - Refuted by: different values at the start, if no sharder keeps the parameter on these ranks. They
   then hold experts, stages or models of their own. So may parameters outside all units, if the
   forward runs all-to-alls. Values that differ and are equal again later, as in local SGD. Gradients
@@ -247,10 +247,24 @@ def _check_without(observed: Observed) -> Iterator[TrainingFault]:
 
 
 def _check_zero(observed: Observed) -> Iterator[TrainingFault]:
-    """Find gradients that become exactly zero between each backward and its update."""
+    """Find gradients that are exactly zero before each update."""
+    first = observed.seen[min(observed.seen)]
+    if all(map(_stay_zero, observed.seen.values())):
+        yield TrainingFault(
+            TrainingCheck.GRADIENTS,
+            tuple(sorted(observed.seen)),
+            False,
+            "All sampled gradients are exactly 0.",
+            f"After each backward before {plural(len(first.updates), 'update')} that were looked "
+            f"at, the sampled gradients of {plural(len(first.parameters), 'parameter')} are "
+            "exactly 0.",
+            "Look at what the loss depends on: labels that are all ignored, a mask or a weight of "
+            f"0, values below the range of float16. {_OWN}",
+            first.backward_place,
+        )
+        return
     if not all(map(_become_zero, observed.seen.values())):
         return
-    first = observed.seen[min(observed.seen)]
     to_zero = next((each for each in first.clips if not each.limit), None)
     num_found = sum(any(each.weighted_before) for each in first.updates)
     yield TrainingFault(
@@ -267,6 +281,13 @@ def _check_zero(observed: Observed) -> Iterator[TrainingFault]:
         else f"Look for zero_grad() between backward() and step(). {_OWN}",
         to_zero.place if to_zero else observed.place_of_update(min(observed.seen)),
     )
+
+
+def _stay_zero(seen: TrainingSeen) -> bool:
+    """Whether all sampled gradients of a rank are zero after backwards and in each update."""
+    sums = [one for each in seen.updates for one in (each.weighted_before, each.gradients)]
+    known = [[value for value in each if value is not None] for each in sums]
+    return len(seen.updates) >= LEAST_UPDATES and all(known) and not any(map(any, known))
 
 
 def _become_zero(seen: TrainingSeen) -> bool:

@@ -1,19 +1,23 @@
-"""Find an optimizer that holds none of the model's parameters.
+"""Find an optimizer that holds none of the model's parameters, and updates that a rank left out.
 
-- Seen: the tensors of each optimizer in the first 8 updates.
-- Proof: none is a parameter of the model or ever has a gradient, and the model's parameters have
-  some.
+- Seen: the tensors of each optimizer in the first 8 updates; the number of all updates and
+  backwards.
+- Proof: no tensor is a parameter of the model or ever has a gradient, and the model's parameters
+  have some. Ranks that train the same part of the model ran equally many backwards, and one made
+  at least two updates fewer.
 - Refuted by: one such tensor. The optimizer of another model has gradients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
-from fsdp_inspect.formatting import plural
+from fsdp_inspect.formatting import capitalize, format_ranks, plural
 
 
 def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
-    """Find an optimizer that holds none of the model's parameters."""
+    """Find an optimizer without the model's parameters, and updates that a rank left out."""
+    for ranks in observed.list_peers():
+        yield from _left_out(observed, ranks)
     if not any(each.optimizers for each in observed.seen.values()):
         observed.not_checked[TrainingCheck.OPTIMIZER] = (
             "No update of a torch optimizer was observed, or more than 16 optimizers step."
@@ -49,4 +53,35 @@ def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
         f"{origin}",
         "Create the optimizer from the parameters of the model that trains, after it is sharded.",
         optimizer.place,
+    )
+
+
+_SHOWN = 4
+_LEAST_LEFT_OUT = 2
+"""A rank that ends within a step has made one update fewer than others."""
+
+
+def _left_out(observed: Observed, ranks: Sequence[int]) -> Iterator[TrainingFault]:
+    late = {rank: seen for rank in ranks if (seen := observed.seen[rank].late) is not None}
+    most = max((each.num_updates for each in late.values()), default=0)
+    fewer = [rank for rank, each in late.items() if each.num_updates < most]
+    is_known = len({each.num_backwards for each in late.values()}) == 1
+    is_known &= all(each.num_updates for each in late.values())
+    if not (fewer and is_known):
+        return
+    if min(most - late[rank].num_updates for rank in fewer) < _LEAST_LEFT_OUT:
+        return
+    others = [rank for rank in late if rank not in fewer]
+    [backwards] = {each.num_backwards for each in late.values()}
+    counts = "; ".join(f"rank {rank}: {late[rank].num_updates}" for rank in sorted(late)[:_SHOWN])
+    yield TrainingFault(
+        TrainingCheck.OPTIMIZER,
+        tuple(fewer),
+        True,
+        f"{capitalize(format_ranks(fewer))} left out updates that {format_ranks(others)} made.",
+        f"After {backwards} backwards on each rank, the updates are {counts}. The parameters of "
+        "these ranks are from different updates since.",
+        "Decide on all ranks together whether an update is left out: reduce the condition over "
+        "them first. A gradient scaler of FSDP1 must be ShardedGradScaler, which does so.",
+        observed.place_of_update(others[0]),
     )

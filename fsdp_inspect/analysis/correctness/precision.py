@@ -28,7 +28,10 @@ MOST_LOST_RATIO = 0.5
 """If at least this fraction of all updates is rounded away, most parameters stop changing."""
 _ALL_LOST = 0.99
 """The same for a dtype of full precision, whose updates are rarely lost."""
-
+_FIRST_UPDATES = 8
+"""The samples of a training begin with so many updates in a row."""
+_STILL_RATIO = 0.5
+"""Rounding to the nearest leaves the same values in each update; random rounding leaves others."""
 
 _MANY_RANKS = 64
 """Over fewer ranks, the rounding of a sum in bfloat16 is small against the noise of gradients."""
@@ -63,8 +66,14 @@ def check_precision(observed: Observed) -> Iterator[TrainingFault]:
             "still rising."
         )
         return
+    if any(_moves(observed.seen[rank], ratio) for rank, ratio in wrong.items()):
+        observed.not_checked[TrainingCheck.PRECISION] = (
+            "Most values do not change in an update, but other updates change them: rounding may "
+            "be random."
+        )
+        return
     seen = observed.seen[min(wrong)]
-    dtypes = ", ".join(sorted({each.dtype for each in seen.parameters}))
+    dtypes = ", ".join(sorted({each.dtype for each in seen.parameters} & LOW_PRECISION))
     cause, change = "", _UNKNOWN
     if _is_low(seen):
         cause, change = f": they may be smaller than the rounding of {dtypes}", _ROUNDED
@@ -75,8 +84,8 @@ def check_precision(observed: Observed) -> Iterator[TrainingFault]:
         f"{format_ratio(max(wrong.values()))} of the updates change no stored parameter.",
         f"On {format_ranks(sorted(wrong))}, the sampled values of "
         f"{plural(len(seen.parameters), 'parameter')} with a gradient were mostly the same after "
-        f"{plural(len(seen.updates), 'update')} that were looked at{cause}. The learning rate was "
-        f"{_format_rates(seen)} in them.",
+        f"each of {plural(len(seen.updates), 'update')} that were looked at{cause}. The learning "
+        f"rate was {_format_rates(seen)} in them.",
         change,
     )
 
@@ -224,6 +233,14 @@ def _lost(seen: TrainingSeen) -> float | None:
         return None
     meant = sum(each.num_meant for each in seen.updates)
     return sum(each.num_lost for each in seen.updates) / meant if meant else None
+
+
+def _moves(seen: TrainingSeen, lost: float) -> bool:
+    """Whether the first sampled updates together changed most of what each of them left."""
+    last = seen.updates[:_FIRST_UPDATES][-1]
+    if last.num_still is None or not last.num_meant:
+        return False
+    return last.num_still / last.num_meant < _STILL_RATIO * lost
 
 
 def _is_rising(seen: TrainingSeen) -> bool:

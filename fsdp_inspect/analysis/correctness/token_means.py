@@ -1,15 +1,18 @@
-"""Find means over unequal numbers of tokens.
+"""Find means over unequal numbers of tokens, and ranks that have no label.
 
 - Seen: the labels that are not ignored in each cross entropy, and the gradient of its mean. A sum
   is a mean times its number of labels.
-- Proof: the numbers differ between the ranks in half of the microbatches, the gradients do not.
-- Refuted by: a sum, a mean scaled by its number of tokens, two means in one backward.
+- Proof: the numbers differ between the ranks in half of the microbatches, the gradients do not. All
+  labels of a rank are ignored in each of at least three cross entropies.
+- Refuted by: a sum, a mean scaled by its number of tokens, two means in one backward; one cross
+  entropy of the rank with a label.
 """
 
 from collections.abc import Iterator, Mapping
 from statistics import median
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.formatting import capitalize, format_ranks, plural
 from fsdp_inspect.trace.correctness import LossSeen
 
 LEAST_RATIO = 2.0
@@ -21,7 +24,10 @@ _SCALE_TOLERANCE = 0.01
 
 
 def check_loss(observed: Observed) -> Iterator[TrainingFault]:
-    """Find means over unequal numbers of tokens."""
+    """Find means over unequal numbers of tokens, and ranks that have no label."""
+    if unlabelled := _without_labels(observed):
+        yield unlabelled
+        return
     by_place: dict[tuple[int, int], dict[int, list[LossSeen]]] = {}
     for rank, each in observed.seen.items():
         for loss in each.losses:
@@ -64,6 +70,29 @@ def check_loss(observed: Observed) -> Iterator[TrainingFault]:
         "Divide the sum of the losses by the number of tokens of all ranks and microbatches, times "
         "the number of ranks (in Transformers: num_items_in_batch).",
         losses[heavy].place,
+    )
+
+
+def _without_labels(observed: Observed) -> TrainingFault | None:
+    numbers = {
+        rank: each.num_unlabelled
+        for rank, each in observed.seen.items()
+        if each.num_unlabelled >= LEAST_LOSSES and not each.losses
+    }
+    if not numbers:
+        return None
+    is_all = len(numbers) == len(observed.seen)
+    who = "Every rank" if is_all else capitalize(format_ranks(sorted(numbers)))
+    has = "has" if is_all or len(numbers) == 1 else "have"
+    return TrainingFault(
+        TrainingCheck.LOSS,
+        tuple(sorted(numbers)),
+        False,
+        f"{who} {has} no label: all of them are ignored.",
+        f"In each of {plural(min(numbers.values()), 'cross entropy', 'cross entropies')} of the "
+        "first steps, all labels are ignored: these losses give no gradient.",
+        "Look at the labels of a batch: padding only, a mask of the prompt that covers the answer, "
+        "or answers that truncation removed.",
     )
 
 

@@ -408,14 +408,19 @@ class _UnitCounter:
     def _explanations(self, *, keeps: bool) -> Iterator[tuple[Counter[StepPhase], bool]]:
         """Yield what a loop may do without a plan, and whether it keeps the unit unsharded."""
         yield self._replay(keeps=True), True
+        # The script may reshard a unit after an evaluation or a generation, which no event shows.
+        yield self._replay(keeps=keeps, with_evaluation=False), False
         if self._is_recorded and len(find_unshards(self._gathers)):
             # The script also reshards the unit without an event, so its loop cannot be checked.
             gathers = self._gathers
             yield Counter(zip(gathers.step.tolist(), gathers.phase.tolist(), strict=True)), False
 
-    def _replay(self, *, keeps: bool) -> Counter[StepPhase]:
+    def _replay(self, *, keeps: bool, with_evaluation: bool = True) -> Counter[StepPhase]:
+        passes = self._observed.passes_of(self._unit.index)
+        if not with_evaluation:
+            passes = passes.where(passes.phase != Phase.EVALUATION)
         return count_needed_gathers(
-            self._observed.passes_of(self._unit.index),
+            passes,
             self._observed.backwards_of(self._with_same_root),
             reshards=self._reshards,
             keeps_between=keeps,

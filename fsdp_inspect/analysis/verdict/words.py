@@ -467,8 +467,12 @@ def describe_extra_work(straggler: Straggler) -> str:
 
 def describe_extra_between(between_ns: float) -> list[str]:
     """Describe the extra work of late ranks that their cost leaves out; empty without any."""
-    extra = f"Checkpoints or evaluation between its steps take {format_ns(between_ns)} longer, too"
-    return [f"{extra}: this estimate leaves them out."] if between_ns else []
+    if not between_ns:
+        return []
+    return [
+        "Checkpoints, evaluation or generation between its steps take "
+        f"{format_ns(between_ns)} longer, too: this estimate leaves them out."
+    ]
 
 
 def _extra_work(part: str, excess_ns: int) -> str:
@@ -1031,15 +1035,17 @@ _REMEDIES = {
 def _phrase_between(facts: StepFacts) -> Words:
     is_exposed = facts.has_plan and facts.ratio(facts.avoidable_ns) >= COMMUNICATION_RATIO
     return (
-        f"Checkpoints or evaluation take {format_ratio(facts.between_ratio)} of the time.",
+        f"Checkpoints, evaluation or generation take {format_ratio(facts.between_ratio)} of the "
+        "time.",
         f"They take {format_ns(facts.between_ns)} per step on average{_on_rank(facts)}.",
-        f"Checkpoints, evaluation or other passes without a gradient take "
+        "Checkpoints, and passes without a gradient such as evaluation and generation, take "
         f"{format_ns(facts.between_ns)} per step on average, before steps of "
         f"{format_ns(facts.step_time_ns)}, which do not contain them.",
         (
+            "Run `fsdp-inspect show RUN lifetime` to see the time of checkpoints and of passes "
+            "without a gradient.",
             "Save or evaluate less often, or save in the background "
             "(torch.distributed.checkpoint.async_save).",
-            "Run `fsdp-inspect show RUN lifetime` to see each part.",
             *([COMPARE_PLANS] if is_exposed else []),
         ),
     )

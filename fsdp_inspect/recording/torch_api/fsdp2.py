@@ -169,7 +169,7 @@ class GroupHandle:
     @property
     def reduced_gradients(self) -> list[torch.Tensor]:
         """The sharded gradients."""
-        gradients = [parameter.grad for parameter in sharded_parameters_of(self.group)]
+        gradients = [param.sharded_param.grad for param in self.group.fsdp_params]
         return [gradient for gradient in gradients if gradient is not None]
 
     @property
@@ -366,8 +366,18 @@ def prefetched_states(state: FSDPState, *, forward: bool) -> tuple[FSDPState, ..
 
 
 def sharded_parameters_of(group: FSDPParamGroup) -> list[nn.Parameter]:
-    """The sharded parameters (DTensors) of a group, in the order of their all-gather."""
-    return [param.sharded_param for param in group.fsdp_params]
+    """The sharded parameters (DTensors) of a group, in the order of their all-gather.
+
+    They are those that the modules hold: `load_state_dict(assign=True)` replaces them, which FSDP2
+    notices at the next first forward.
+    """
+    if not group.is_sharded:
+        return [param.sharded_param for param in group.fsdp_params]
+    held = (
+        (param._module_info.module._parameters.get(param._module_info.param_name), param)
+        for param in group.fsdp_params
+    )
+    return [own if isinstance(own, DTensor) else param.sharded_param for own, param in held]
 
 
 def unsharded_gradients_of(group: FSDPParamGroup) -> list[torch.Tensor]:

@@ -164,9 +164,14 @@ def shorten_place(place: str) -> str:
 
 def _consequence(found: OrderDifference) -> str:
     place = f"osition {found.sequence + 1} of this process group"
+    since = "collective has" if found.num_since == 1 else "collectives have"
+    if found.difference is Difference.STEP:
+        return (
+            f"P{place} still pairs the same tensors, but of different steps: {found.num_since:,} "
+            f"{since} finished since, and their results may mix batches or updates."
+        )
     if not found.num_since:
         return f"The collectives from p{place} on cannot pair: the job hangs or fails there."
-    since = "collective has" if found.num_since == 1 else "collectives have"
     return (
         f"P{place} pairs different tensors: {found.num_since:,} {since} finished since, and those "
         "of different tensors have wrong results."

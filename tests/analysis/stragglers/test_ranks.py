@@ -103,7 +103,7 @@ def test_what_a_straggler_does_between_its_steps_is_no_part_of_its_cost(others_n
     assert (straggler.rank, straggler.cost_ns, straggler.between_ns) == (2, 60, extra_ns)
 
     why, (fix, *_) = measure_summary(run).verdict.why, find_findings(run)
-    extra = "Checkpoints or evaluation between its steps take 40 ns longer, too"
+    extra = "Checkpoints, evaluation or generation between its steps take 40 ns longer, too"
     assert "is about 60 ns shorter" in why
     assert (extra in why) is (extra in fix.effect.sentence) is bool(extra_ns)
     estimate = "Saves about 60 ns a step, estimated from the extra work in the steps."
