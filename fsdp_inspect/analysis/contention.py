@@ -39,7 +39,7 @@ from fsdp_inspect.trace.codes import (
 )
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource, Unit
-from fsdp_inspect.trace.tables import EventTable, positions_by_value
+from fsdp_inspect.trace.tables import EventTable, Rows, positions_by_value
 
 ALONE_RATIO = 0.1
 """A pass counts as alone if at most this fraction of it runs during communication."""
@@ -166,7 +166,7 @@ def _execution_order(unit: Unit) -> tuple[bool, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Passes:
+class _Passes(Rows):
     """Forwards and backwards of units, as arrays of shape (n,)."""
 
     unit: NDArray[np.int64]
@@ -182,11 +182,6 @@ class _Passes:
 
     def of_units(self, units: list[int], kind: int) -> "_Passes":
         return self.where(np.isin(self.unit, units) & (self.kind == kind))
-
-    def where(self, mask: NDArray[np.bool_]) -> "_Passes":
-        return _Passes(
-            self.unit[mask], self.kind[mask], self.compute_ns[mask], self.beside_ns[mask]
-        )
 
     @property
     def ratio(self) -> NDArray[np.float64]:

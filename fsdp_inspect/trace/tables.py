@@ -5,7 +5,7 @@ recording rank's monotonic clock; `rank.json` maps them to wall time.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
 import numpy as np
@@ -109,6 +109,24 @@ class Table:
     def between(self, low: int, high: int) -> Self:
         """The rows from `low` up to but not including `high`, as views without a copy."""
         return type(self)(**{name: getattr(self, name)[low:high] for name in self.DTYPES})
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Base of arrays and tables of equal length; other fields describe all rows."""
+
+    def where(self, mask: NDArray[np.generic]) -> Self:
+        """Select rows by a boolean mask or an index array."""
+        rows = np.flatnonzero(mask) if mask.dtype == bool else mask  # once, not for each column
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(
+            self,
+            **{
+                name: value.where(rows) if isinstance(value, Table) else value[rows]
+                for name, value in values.items()
+                if isinstance(value, Table | np.ndarray)
+            },
+        )
 
 
 @dataclass(frozen=True, slots=True)
