@@ -19,13 +19,10 @@ import numpy as np
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.columns import (
     TableSpec,
-    metric_column,
     number_column,
-    text_column,
     value_column,
 )
 from fsdp_inspect.errors import IncompleteRunError, StoreError
-from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.statistics import median
 from fsdp_inspect.store.reduction.memory_parts import (
@@ -97,25 +94,6 @@ class PositionBytes:
     """The step of that reading."""
     bytes: int
 
-    TABLE: ClassVar[TableSpec] = TableSpec(
-        "Highest readings by position",
-        (
-            text_column(
-                "unit",
-                "The innermost unit on the host's stack.",
-                lambda position: "(no unit)" if position.fqn is None else format_unit(position.fqn),
-            ),
-            text_column("phase", "The part of the step."),
-            number_column("step", "The step of the highest reading."),
-            value_column(
-                "bytes",
-                MetricUnit.BYTES,
-                "The highest allocated memory at this position, over all steps.",
-                label="allocated",
-            ),
-        ),
-    )
-
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
@@ -142,19 +120,6 @@ class RankMemory:
         if self.peak_reserved_bytes is None or self.device_bytes is None:
             return None
         return max(self.device_bytes - self.peak_reserved_bytes, 0)
-
-    TABLE: ClassVar[TableSpec] = TableSpec(
-        "Memory by rank",
-        (
-            number_column("rank", "The rank."),
-            metric_column("peak_allocated_bytes"),
-            metric_column("peak_reserved_bytes"),
-            metric_column("resting_bytes"),
-            metric_column("step_adds_bytes"),
-            value_column("device_bytes", MetricUnit.BYTES, "Memory of the device.", label="device"),
-            metric_column("headroom_bytes"),
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,6 @@ from fsdp_inspect.result_types import (
     MemoryGrowth,
     MemoryOfStep,
     MemoryOverview,
-    PositionBytes,
-    RankMemory,
     RunEntry,
     StepMemory,
 )
@@ -393,7 +391,7 @@ def _show_ranks(overview: MemoryOverview) -> None:
     show_chart_card(
         "Memory by rank",
         draw_rank_memory(ranks, overview.memory.shown_rank),
-        frame_of(RankMemory.TABLE, ranks),
+        frame_of(MemoryOverview.RANKS, ranks),
         key="memory-ranks",
         alt=f"Peak memory of {len(ranks)} ranks. {spread}",
         note=f"{spread} Peak over all steps. The larger mark is the shown rank. Click a rank to "
@@ -431,7 +429,7 @@ def _show_places(overview: MemoryOverview) -> None:
         return
     title = f"Highest readings by position, rank {overview.memory.shown_rank}"
     with show_fold(title, key="memory-places"):
-        frame = frame_of(PositionBytes.TABLE, positions)
+        frame = frame_of(MemoryOverview.POSITIONS, positions)
         show_csv_button(frame, key="memory-places-rows")
         show_table(frame, key="memory-places-table", alt=title)
         show_note(
