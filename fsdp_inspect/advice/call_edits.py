@@ -7,7 +7,7 @@ whose statement is unknown, or whose settings no plan can express, is not edited
 
 import ast
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import PurePath
@@ -251,26 +251,36 @@ def find_root_places(
 # --- which changes are simple
 
 
-def _is_simple(change: Change) -> bool:
-    """Whether only settings differ that code after the calls can set."""
+def changes_only(change: Change, of_plan: Iterable[str], of_units: Iterable[str]) -> bool:
+    """Whether the plans have the same units and differ in the given settings at most."""
     before, after = change.before, change.after
-    if before.unit_names != after.unit_names or len({u.unshard_async_op for u in after.units}) != 1:
+    if before.unit_names != after.unit_names:
         return False
-    for setting in _DEPTHS:
-        old, new = getattr(before, setting), getattr(after, setting)
-        if old != new and (old != 0 or not isinstance(new, int)):
-            return False
-    same = {name: getattr(after, name) for name in (*_DEPTHS, "accumulation", "notes")}
     units = tuple(
-        unit.model_copy(
-            update={
-                name: getattr(after.unit(unit.name), name)
-                for name in (_RESHARD, "unshard_async_op")
-            }
-        )
+        unit.model_copy(update={name: getattr(after.unit(unit.name), name) for name in of_units})
         for unit in before.units
     )
+    same = {name: getattr(after, name) for name in of_plan}
     return before.model_copy(update={**same, "units": units}) == after
+
+
+def is_later(change: Change) -> bool:
+    """Whether lines after the `fully_shard` calls alone make the change."""
+    of_plan = (*_DEPTHS, "accumulation")
+    return changes_only(change, of_plan, ("unshard_async_op",)) and _can_follow(change)
+
+
+def _is_simple(change: Change) -> bool:
+    """Whether `reshard_after_forward` and lines after the calls make the change."""
+    of_plan = (*_DEPTHS, "accumulation", "notes")
+    return changes_only(change, of_plan, (_RESHARD, "unshard_async_op")) and _can_follow(change)
+
+
+def _can_follow(change: Change) -> bool:
+    """Whether code after the calls can set the depths of prefetch and the asynchronous gathers."""
+    depths = [(getattr(change.before, name), getattr(change.after, name)) for name in _DEPTHS]
+    is_plain = all(old == new or (old == 0 and isinstance(new, int)) for old, new in depths)
+    return is_plain and len({unit.unshard_async_op for unit in change.after.units}) == 1
 
 
 def _reshard(change: Change, name: str) -> bool:
@@ -359,6 +369,14 @@ def _indent_at(file: str, line: int, sources: Sequence[SourceLines]) -> str:
 
 def _indented(lines: Sequence[str], indent: str) -> list[str]:
     return [f"{indent}{line}" if line else line for line in lines]
+
+
+def edit_after(
+    sources: Sequence[SourceLines], file: str, first: int, last: int, lines: Sequence[str]
+) -> Edit:
+    """Insert lines after a statement, whose lines are `first` to `last`, with its indentation."""
+    new = _indented(lines, _indent_at(file, first, sources))
+    return Edit(file, last + 1, last, tuple(new))
 
 
 def _relative(names: Sequence[str], prefix: str) -> list[str]:
