@@ -42,7 +42,7 @@ from fsdp_inspect.formatting import (
     shorten_names,
 )
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import dim, new_table, section, with_prefix
+from fsdp_inspect.report.layout import dim, new_table, section, table_of, with_prefix
 from fsdp_inspect.report.wording import format_kind, format_metric, note_judgement
 
 MOST_UNITS = 5
@@ -149,18 +149,12 @@ def _kernels(
     other: int,
     name_of: Callable[[KernelComparison], str],
 ) -> Table:
-    table = new_table("", *labels, "change", "number of them")
+    cells = []
     for row in rows:
         counts = [row.counts[0], row.counts[other]]
         numbers = " to ".join(dict.fromkeys(f"{count or 0:,.0f}" for count in counts))
-        table.add_row(
-            name_of(row),
-            format_ns(row.values_ns[0]),
-            format_ns(row.values_ns[other]),
-            _signed(row.changes_ns[other - 1], format_ns),
-            numbers,
-        )
-    return table
+        cells.append((name_of(row), *_change_cells(row, other), numbers))
+    return table_of(("", *labels, "change", "number of them"), cells)
 
 
 def _unit_tables(
@@ -220,15 +214,14 @@ def _parts_table(
     other: int,
     name_of: Callable[[str], str],
 ) -> Table:
-    table = new_table("", *labels, "change")
-    for row in rows:
-        table.add_row(
-            name_of(row.name),
-            format_ns(row.values_ns[0]),
-            format_ns(row.values_ns[other]),
-            _signed(row.changes_ns[other - 1], format_ns),
-        )
-    return table
+    cells = ((name_of(row.name), *_change_cells(row, other)) for row in rows)
+    return table_of(("", *labels, "change"), cells)
+
+
+def _change_cells(row: PartComparison | KernelComparison, other: int) -> tuple[str, str, str]:
+    """The value of the reference, that of the other side, and the change."""
+    change = _signed(row.changes_ns[other - 1], format_ns)
+    return format_ns(row.values_ns[0]), format_ns(row.values_ns[other]), change
 
 
 def _part_name(part: str) -> str:
@@ -236,29 +229,27 @@ def _part_name(part: str) -> str:
 
 
 def _memory(comparison: Comparison, labels: Sequence[str], other: int) -> Table:
-    table = new_table("", *labels, "change")
-    for row in comparison.memory:
-        table.add_row(
+    rows = (
+        (
             format_category(row.category),
-            format_bytes(row.values[0]),
-            format_bytes(row.values[other]),
+            *(format_bytes(row.values[side]) for side in (0, other)),
             _signed(row.changes[other - 1], format_bytes),
         )
-    return table
+        for row in comparison.memory
+    )
+    return table_of(("", *labels, "change"), rows)
 
 
 def _lines(changes: Sequence[LineChange], labels: Sequence[str]) -> Table:
-    table = new_table("what", "units", "line", *labels, "change", names=3)
-    for row in changes:
-        table.add_row(
-            format_category(row.category),
-            Text(row.where),
-            Text(row.line),
-            format_bytes(row.values[0]),
-            format_bytes(row.values[1]),
+    rows = (
+        (
+            *(format_category(row.category), row.where, row.line),
+            *map(format_bytes, row.values),
             _signed(row.change, format_bytes),
         )
-    return table
+        for row in changes
+    )
+    return table_of(("what", "units", "line", *labels, "change"), rows, names=3)
 
 
 def _signed(change: int | None, text_of: Any) -> str:
@@ -327,10 +318,8 @@ def _messages_table(
     rows: Sequence[tuple[tuple[str, ...], str, str, str]], labels: Sequence[str]
 ) -> RenderableType:
     short = shorten_names(format_unit(fqn) for row in rows for fqn in row[0])
-    table = new_table("unit", "", *labels, names=2)
-    for fqns, kind, before, after in rows:
-        table.add_row(Text(_names(fqns, short)), kind, before, after)
-    return with_prefix(short, table)
+    cells = ((_names(fqns, short), *others) for fqns, *others in rows)
+    return with_prefix(short, table_of(("unit", "", *labels), cells, names=2))
 
 
 def _message(collective: UnitCollective) -> str:

@@ -167,6 +167,16 @@ def new_table(*headers: str, names: int = 1) -> Table:
     return table
 
 
+def table_of(
+    heads: Sequence[str], rows: Iterable[Sequence[str | Text]], *, names: int = 1
+) -> Table:
+    """A table of texts, never markup; arguments as for `new_table`."""
+    table = new_table(*heads, names=names)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
 def _empty_table(*, has_header: bool = True) -> Table:
     return Table(box=None, padding=(0, 2, 0, 0), show_header=has_header, header_style="dim")
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.analysis.run_list import LISTED, ListedRun
@@ -22,7 +21,7 @@ from fsdp_inspect.importing.snapshot import ImportedSnapshot
 from fsdp_inspect.report.chakra import ChakraExport
 from fsdp_inspect.report.grafana import GrafanaExport
 from fsdp_inspect.report.json import render_run_json
-from fsdp_inspect.report.layout import new_table, render_table, section
+from fsdp_inspect.report.layout import render_table, section, table_of
 from fsdp_inspect.report.openmetrics import MetricsExport
 from fsdp_inspect.report.perfetto import PerfettoExport
 from fsdp_inspect.report.tables import TablesExport, render_csv
@@ -183,12 +182,8 @@ def _render_chakra(result: ChakraExport) -> RenderableType:
 
 
 def _render_tables(result: TablesExport) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("file", no_wrap=True)
-    table.add_column("rows", justify="right")
-    table.add_column("columns", justify="right")
-    for written in result.tables:
-        table.add_row(written.file, str(written.num_rows), str(len(written.columns)))
+    rows = ((each.file, str(each.num_rows), str(len(each.columns))) for each in result.tables)
+    table = table_of(("file", "rows", "columns"), rows)
     return Group(Text(f"Wrote {len(result.tables)} tables to {result.path}:"), table)
 
 
@@ -287,11 +282,12 @@ def render_columns() -> RenderableType:
     """Render the columns of all tables, with their definitions."""
     parts: list[RenderableType] = []
     for table in TABLES:
-        rows = new_table("column", "<unit", "<definition")
-        for column in table.spec.columns:
-            unit = column.unit.value if column.unit is not None else "text"
-            rows.add_row(Text(column.name), unit, Text(column.definition))
-        parts += section(f"{table.name}: {table.spec.title}", rows)
+        rows = (
+            (each.name, each.unit.value if each.unit is not None else "text", each.definition)
+            for each in table.spec.columns
+        )
+        heads = ("column", "<unit", "<definition")
+        parts += section(f"{table.name}: {table.spec.title}", table_of(heads, rows))
     return Group(*parts)
 
 
@@ -314,9 +310,7 @@ def _fits(table: RenderableType) -> bool:
 
 
 def _record(spec: TableSpec, row: dict[str, Any]) -> RenderableType:
-    table = new_table("", "<")
-    for column in spec.columns:
-        table.add_row(Text(column.name), Text(_text(column, row)))
+    table = table_of(("", "<"), ((column.name, _text(column, row)) for column in spec.columns))
     return Group(table, "")
 
 

@@ -1,7 +1,7 @@
 """Describe a capacity plan: the answer, its values, runners-up and rejections; for a terminal."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_setting,
 )
-from fsdp_inspect.report.layout import dim, indented, new_table, section
+from fsdp_inspect.report.layout import dim, indented, section, table_of
 from fsdp_inspect.report.output import whole_folder
 from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job
 from fsdp_inspect.simulation.planning.estimates import PlannedValue
@@ -147,27 +147,19 @@ def _parts(plan: CapacityPlan) -> Iterable[RenderableType]:
     yield from (indented(sentence) for sentence in describe_shortfall(plan))
     if plan.shown is not None and (plan.found.best is not None or plan.is_fixed):
         yield indented(f"Plan: {_describe_plan(plan.shown.candidate)}.")
-        yield from section("Predicted values", _table(VALUE_HEADS, value_rows(plan.shown)))
+        yield from section("Predicted values", table_of(VALUE_HEADS, value_rows(plan.shown)))
     if plan.found.undecided is not None and not plan.is_fixed:
         yield from section("Cannot tell", *map(indented, describe_undecided(plan)))
     if plan.found.runners_up:
-        yield from section("Runners-up", _table(FOUND_HEADS, found_rows(plan)))
+        yield from section("Runners-up", table_of(FOUND_HEADS, found_rows(plan)))
     if not plan.is_fixed:
-        yield from section("Rejected", _table(REJECTION_HEADS, rejection_rows(plan)))
+        yield from section("Rejected", table_of(REJECTION_HEADS, rejection_rows(plan)))
     if plan.shown is not None:
         yield from section("Assumptions", *map(indented, describe_assumptions(plan.shown)))
     if plan.notes:
         yield from section("Notes", *(indented(note) for note in plan.notes))
     yield ""
     yield dim(describe_search(plan))
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    """A table of texts; heads as for `new_table`."""
-    table = new_table(*heads)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
 
 
 def describe_search(plan: CapacityPlan) -> str:
