@@ -174,9 +174,7 @@ def render_numerics(found: Numerics) -> RenderableType:
         Text(f"{Numerics.TABLE.title}, step {found.step}", style="bold"),
         render_table(Numerics.TABLE, found.rows()),
         *map(Text, _missing_numerics(found)),
-        "",
-        Text(DtypeUse.TABLE.title, style="bold"),
-        render_table(DtypeUse.TABLE, found.dtypes),
+        *section(DtypeUse.TABLE.title, render_table(DtypeUse.TABLE, found.dtypes)),
         *map(Text, _other_dtypes(found)),
         dim(
             f"{steps} on {format_ranks(found.ranks)}. Gradient: its norm over the whole unit. "
@@ -221,9 +219,10 @@ def render_units(costs: UnitCosts) -> RenderableType:
     return Group(
         Text("Collectives of each unit", style="bold"),
         render_table(UnitCosts.COLLECTIVES, costs.collectives(), *_COLLECTIVE_COLUMNS),
-        "",
-        Text("Compute and copies of each unit", style="bold"),
-        render_table(UnitCosts.TABLE, costs.units, *_COMPUTE_COLUMNS),
+        *section(
+            "Compute and copies of each unit",
+            render_table(UnitCosts.TABLE, costs.units, *_COMPUTE_COLUMNS),
+        ),
         *(_distances(costs.distances) if costs.distances is not None else ()),
         "",
         dim(_units_footer(costs)),
@@ -231,9 +230,8 @@ def render_units(costs: UnitCosts) -> RenderableType:
 
 
 def _distances(distances: GatherDistances) -> Iterable[RenderableType]:
-    yield ""
-    yield Text(UnitCosts.DISTANCES.title, style="bold")
-    yield render_table(UnitCosts.DISTANCES, distances.units)
+    table = render_table(UnitCosts.DISTANCES, distances.units)
+    yield from section(UnitCosts.DISTANCES.title, table)
     yield from map(Text, describe_distances(distances))
 
 
@@ -668,11 +666,7 @@ def render_kernels(found: Kernels) -> RenderableType:
         (Kernels.TABLE, found.groups, MOST_GROUPS),
         (Kernels.NAMES, found.names, MOST_NAMES),
     ):
-        tables += [
-            "",
-            Text(spec.title, style="bold"),
-            render_table(spec.with_values(costs[:most]), costs[:most]),
-        ]
+        tables += section(spec.title, render_table(spec.with_values(costs[:most]), costs[:most]))
     return Group(*map(Text, word_kernels(found)), *tables, "", dim(_kernels_footer(found)))
 
 
@@ -688,7 +682,7 @@ def render_nccl(found: NcclTimes) -> RenderableType:
          "matched", "nccl_ns", "bus_bytes_per_s"),
     ):  # fmt: skip
         if rows:
-            tables += ["", Text(spec.title, style="bold"), render_table(spec, rows, *names)]
+            tables += section(spec.title, render_table(spec, rows, *names))
     notes = [
         f"{row.communicator}, {row.kind.replace('_', '-')}, not matched: {row.reason}."
         for row in found.communicators
