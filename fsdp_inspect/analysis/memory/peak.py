@@ -16,13 +16,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from fsdp_inspect.analysis.step_selection import select_steps
+from fsdp_inspect.analysis.step_selection import find_record, select_steps
 from fsdp_inspect.columns import (
     TableSpec,
     number_column,
     value_column,
 )
-from fsdp_inspect.errors import IncompleteRunError, StoreError
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.statistics import median
 from fsdp_inspect.store.reduction.memory_parts import (
@@ -227,7 +227,7 @@ def measure_memory(run: RunSource, *, rank: int | None = None, with_warmup: bool
         key=lambda row: row.peak_allocated_bytes or 0,
         default=None,
     )
-    shown = (top.rank if top else None) if rank is None else _existing(run, rank)
+    shown = (top.rank if top else None) if rank is None else find_record(run, rank).rank
     table, unreadable = _read(run, shown)
     table = table.where(~np.isin(table.step, left_out))
     peak = _find_peak(run, shown, table) if shown is not None else None
@@ -249,16 +249,6 @@ def measure_memory(run: RunSource, *, rank: int | None = None, with_warmup: bool
         phases=() if peak is None else _find_phases(run, peak, table),
         resting=None if peak is None else _find_resting(run, peak, table),
     )
-
-
-def _existing(run: RunSource, rank: int) -> int:
-    known = [record.rank for record in run.ranks]
-    if rank not in known:
-        raise IncompleteRunError(
-            f"Rank {rank} not found in run {run.manifest.run_id!r}. The run has {len(known)} "
-            f"ranks, {min(known, default=0)} to {max(known, default=0)}. Choose one of them."
-        )
-    return rank
 
 
 def _read(run: RunSource, rank: int | None) -> tuple[MemoryTable, tuple[str, ...]]:
