@@ -344,7 +344,7 @@ def _norm_column(name: str, label: str, definition: str) -> Column:
 Numerics.TABLE = TableSpec(
     "Units in a numerics step",
     (
-        unit_column("The FSDP unit", lambda row: format_owner(row.fqn, None)),
+        unit_column("The FSDP unit", lambda row: format_owner(row.fqn)),
         _norm_column(
             "gradient_norm", "gradient", "Norm of the gradients that the optimizer received"
         ),
@@ -504,7 +504,7 @@ def _bytes(dtypes: str) -> int:
 
 
 def _name_units(units: Sequence[str | None]) -> str:
-    return listed([format_owner(unit, None) for unit in units], 3)
+    return listed([format_owner(unit) for unit in units], 3)
 
 
 def _with_later_looks(first: NonFinite | None, run: RunSource) -> NonFinite | None:

@@ -743,12 +743,12 @@ def _first_moved(spike: LossSpike) -> str:
     norm = "not finite" if first.norm is None else f"{first.norm:.3g}"
     if len(spike.moved) == 1:
         return (
-            f" The gradient norm of {format_owner(first.fqn, None)} rose first, in step "
+            f" The gradient norm of {format_owner(first.fqn)} rose first, in step "
             f"{first.step}: {norm}, usually {first.usual_norm:.3g}."
         )
     return (
         f" The gradient norms of {len(spike.moved)} units had risen in step {first.step}, most "
-        f"that of {format_owner(first.fqn, None)}: {norm}, usually {first.usual_norm:.3g}. Which "
+        f"that of {format_owner(first.fqn)}: {norm}, usually {first.usual_norm:.3g}. Which "
         "one rose first is unknown."
     )
 
@@ -875,7 +875,7 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
     if found.problem is ProblemClass.PRECISION_LOSS and found.numerics is not None:
         for unit in sorted(found.numerics.units, key=lambda each: -(each.lost_ratio or 0.0))[:4]:
             yield (
-                f"{format_owner(unit.fqn, None)}: {format_ratio(unit.lost_ratio)} of the updates "
+                f"{format_owner(unit.fqn)}: {format_ratio(unit.lost_ratio)} of the updates "
                 f"lost; parameters in {unit.parameter_dtype}, states in {unit.state_dtype}."
             )
     yield from _changes(found)

@@ -205,7 +205,7 @@ def _missing_numerics(found: Numerics) -> Iterable[str]:
 def _other_dtypes(found: Numerics) -> Iterable[str]:
     for each in found.other_dtypes:
         units = plural(len(each.units), "unit")
-        names = ", ".join(format_owner(unit, None) for unit in each.units[:3])
+        names = ", ".join(format_owner(unit) for unit in each.units[:3])
         yield (
             f"The {each.place} of {units} ({names}{', ...' if len(each.units) > 3 else ''}) "
             f"is {each.actual}, but {each.declared} is declared."

@@ -71,7 +71,7 @@ class MemoryOverview(TableResult):
         (
             unit_column(
                 "The unit that allocated the storages.",
-                lambda owner: format_owner(owner.fqn, None),
+                lambda owner: format_owner(owner.fqn),
             ),
             metric_column("bytes", metric="peak_allocated_bytes", label="at the peak"),
             text_column(
