@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -42,7 +41,7 @@ from fsdp_inspect.formatting import (
     shorten_names,
 )
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import dim, new_table, section, table_of, with_prefix
+from fsdp_inspect.report.layout import dim, indented, new_table, section, table_of, with_prefix
 from fsdp_inspect.report.wording import format_kind, format_metric, note_judgement
 
 MOST_UNITS = 5
@@ -91,7 +90,7 @@ def _setting_name(setting: SettingDifference) -> str:
 def _conclusion(conclusion: Conclusion) -> Iterator[RenderableType]:
     yield Text(conclusion.sentence, style="bold")
     for reason in conclusion.reasons:
-        yield Padding(Text(reason), (0, 0, 0, 2))
+        yield indented(reason)
 
 
 def _tables(comparison: Comparison, other: int) -> Iterator[RenderableType]:

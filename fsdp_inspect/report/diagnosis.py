@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -45,7 +44,7 @@ from fsdp_inspect.report.diagnosis_pictures import (
     pictures_to_dict,
     render_pictures,
 )
-from fsdp_inspect.report.layout import new_table
+from fsdp_inspect.report.layout import indented, new_table
 from fsdp_inspect.report.out_of_memory import (
     describe_fitting_plans,
     describe_memory_at_failure,
@@ -207,7 +206,7 @@ def _event_to_dict(event: RunEvent) -> dict[str, Any]:
 
 
 def _bullet(text: str) -> RenderableType:
-    return Padding(Text(f"- {text}"), (0, 0, 0, 2))
+    return indented(f"- {text}")
 
 
 # --- the headline

@@ -193,9 +193,10 @@ def bar(ratio: float, block: str = "█") -> Text:
     return Text(block * round(ratio * BAR_WIDTH) or "▏", no_wrap=True)
 
 
-def indented(text: str) -> RenderableType:
-    """A sentence below a headline."""
-    return Padding(Text(text), (0, 0, 0, 2))
+def indented(text: str, style: str | Style = "") -> RenderableType:
+    """A line below a headline; if it wraps, it keeps its leading spaces."""
+    words = text.lstrip()
+    return Padding(Text(words, style=style), (0, 0, 0, 2 + len(text) - len(words)))
 
 
 def dim(text: str) -> Text:

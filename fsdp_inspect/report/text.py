@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -160,10 +159,10 @@ def render_verdict(verdict: Verdict, *, run: str = "RUN") -> RenderableType:
     """Render the limit of the step, the reason, and what to try next."""
     lines: list[RenderableType] = [Text(verdict.sentence, style="bold")]
     for line in filter(None, (verdict.largest_part, f"Why: {verdict.why}")):
-        lines.append(Padding(Text(line), (0, 0, 0, 2)))
+        lines.append(indented(line))
     for number, step in enumerate(verdict.next_steps):
         word = "Next" if number == 0 else "Or"
-        lines.append(Padding(Text(f"{word}: {name_run(step, run)}"), (0, 0, 0, 2)))
+        lines.append(indented(f"{word}: {name_run(step, run)}"))
     return Group(*lines)
 
 

@@ -6,7 +6,6 @@ Names from the run are plain text, never rich markup.
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -168,11 +167,11 @@ def _parts(tuning: Tuning, next_steps: Sequence[str]) -> Iterator[RenderableType
     if not tuning.is_whole:
         yield Text("The session is incomplete: plans without numbers have not run.", style="yellow")
     if tuning.findings:
-        yield from section("Findings", *(_wrapped_line(one.sentence) for one in tuning.findings))
+        yield from section("Findings", *(indented(one.sentence) for one in tuning.findings))
     if tuning.plans:
         yield from section("Step time and peak, predicted and measured", _table(tuning.plans))
-        yield from section("The plans", *(_wrapped_line(line) for line in _plans(tuning.plans)))
-    yield from section("Next", *(_wrapped_line(line) for line in next_steps))
+        yield from section("The plans", *map(indented, _plans(tuning.plans)))
+    yield from section("Next", *map(indented, next_steps))
     yield ""
     yield dim(_tuning_provenance(tuning))
 
@@ -220,8 +219,3 @@ def _tuning_provenance(tuning: Tuning) -> str:
         "10% of the step, or below the spread between runs of one plan, are within noise. "
         f"{tuning.num_held} of {tuning.num_judged} judged predictions held."
     )
-
-
-def _wrapped_line(text: str) -> RenderableType:
-    words = text.lstrip()
-    return Padding(Text(words), (0, 0, 0, 2 + len(text) - len(words)))
