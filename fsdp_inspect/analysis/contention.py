@@ -143,7 +143,7 @@ def _measure_contention(run: RunSource, member: RankSteps, unit: int | None) -> 
             units=(),
         )
     passes = _Passes.of(events)
-    units = sorted(run.manifest.units, key=_execution_order)
+    units = sorted(run.manifest.units, key=lambda unit: unit.order)
     selected = [one for one in units if unit is None or one.index == unit]
     measured = [_measure_unit(passes, one, kind, units) for one in selected for kind in _PASSES]
     slowdowns = np.concatenate([np.empty(0), *(slowed for _, slowed in measured)])
@@ -159,10 +159,6 @@ def _measure_contention(run: RunSource, member: RankSteps, unit: int | None) -> 
         reason=None if len(slowdowns) else _explain(rows),
         units=rows,
     )
-
-
-def _execution_order(unit: Unit) -> tuple[bool, int]:
-    return unit.execution_index < 0, unit.execution_index
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,11 +193,7 @@ def _row(members: Sequence[tuple[int, Unit]], num_sides: int) -> UnitRow:
 
 
 def _order(row: UnitRow) -> tuple[float, int]:
-    return min((_position(unit), side) for side, own in enumerate(row.members) for unit in own)
-
-
-def _position(unit: Unit) -> float:
-    return float("inf") if unit.execution_index < 0 else unit.execution_index
+    return min((unit.order, side) for side, own in enumerate(row.members) for unit in own)
 
 
 def _overlap(unit: Unit, other: Unit) -> bool:
