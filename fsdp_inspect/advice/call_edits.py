@@ -145,7 +145,8 @@ def edit_own_calls(code: TrainingCode, change: Change) -> list[Edit] | None:
     if inner is not change:
         later, prefix = _relative(later, prefix), ""
     lines = [line.replace("MODEL", root.argument) for line in lines_after(inner, later, prefix)]
-    return _add_lines(edits, root, _indented(lines, _indent(root, code.sources)))
+    indent = _indent_at(root.file, root.first_line, code.sources)
+    return _add_lines(edits, root, _indented(lines, indent))
 
 
 def lines_after(change: Change, kept: Sequence[str] = (), prefix: str = "") -> Iterator[str]:
@@ -356,10 +357,6 @@ def _mesh_of(call: ShardingCall) -> str:
         return call.keywords["mesh"]
     unpacked = call.keywords.get("**", "")
     return f'{unpacked}.get("mesh")' if unpacked.isidentifier() else ""
-
-
-def _indent(call: ShardingCall, sources: Sequence[SourceLines]) -> str:
-    return _indent_at(call.file, call.first_line, sources)
 
 
 def _indent_at(file: str, line: int, sources: Sequence[SourceLines]) -> str:

@@ -222,7 +222,8 @@ def write_code_change(manifest: RunManifest, change: Change) -> CodeChange:
         return _finish(manifest, change, _say_unknown(manifest), lines=lines)
     if any(call.function == "apply_plan" for call in code.calls):
         where = f"The script already applies a plan in {_places(code.calls)}. Load this plan there."
-        return _finish(manifest, change, where, lines=_load_line(change))
+        lines = [f'fsdp_inspect.Plan.load("{change.plan_file}")']
+        return _finish(manifest, change, where, lines=lines)
     if any(call.package for call in code.calls):
         return _change_framework(manifest, change)
     return _change_own_calls(manifest, change)
@@ -470,10 +471,6 @@ def _lines_of_file(file: str, lines: Sequence[int]) -> str:
         numbers = [*numbers[:_MOST_PLACES], f"{len(numbers) - _MOST_PLACES} more"]
     words = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
     return f"{file}, line{'s' * (len(numbers) > 1)} {words}"
-
-
-def _load_line(change: Change) -> list[str]:
-    return [f'fsdp_inspect.Plan.load("{change.plan_file}")']
 
 
 def _named(manifest: RunManifest, lines: Sequence[str], model: str = "") -> list[str]:

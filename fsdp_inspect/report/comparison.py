@@ -101,7 +101,9 @@ def _tables(comparison: Comparison, other: int) -> Iterator[RenderableType]:
     if comparison.parts:
         yield from section(
             "Parts of the typical step (the changes add up)",
-            _parts_table(comparison.parts, labels, other, _part_name),
+            _parts_table(
+                comparison.parts, labels, other, lambda part: find_metric(f"{part}_ns").label
+            ),
         )
     if len(comparison.dimensions) > 1:
         yield from section(
@@ -221,10 +223,6 @@ def _change_cells(row: PartComparison | KernelComparison, other: int) -> tuple[s
     """The value of the reference, that of the other side, and the change."""
     change = _signed(row.changes_ns[other - 1], format_ns)
     return format_ns(row.values_ns[0]), format_ns(row.values_ns[other]), change
-
-
-def _part_name(part: str) -> str:
-    return find_metric(f"{part}_ns").label
 
 
 def _memory(comparison: Comparison, labels: Sequence[str], other: int) -> Table:

@@ -296,7 +296,7 @@ def _late(found: Diagnosis) -> str:
         gone = [each.rank for each in found.states if each.end.kind is EndKind.VANISHED]
         was = "was" if len(gone) == 1 else "were"
         then = f" Then {format_ranks(gone)} {was} killed, or left silently." if gone else ""
-        idle = _longest_idle(found)
+        idle = _seconds(max((state.idle_s or 0.0 for state in found.states), default=0.0))
         return f"No rank has issued a collective for {idle}.{_common(found)}{then}"
     who = capitalize(format_ranks(found.ranks))
     what = describe_issued(found.wait.issued, found.unit_names)
@@ -1187,10 +1187,6 @@ def _in_step(found: Diagnosis) -> str:
 def _for(found: Diagnosis, seconds: float) -> str:
     """A duration in words; empty for a dump, which does not show it."""
     return "" if found.is_imported else f" for {_seconds(seconds)}"
-
-
-def _longest_idle(found: Diagnosis) -> str:
-    return _seconds(max((state.idle_s or 0.0 for state in found.states), default=0.0))
 
 
 def _seconds(seconds: float) -> str:

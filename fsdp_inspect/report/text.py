@@ -236,7 +236,8 @@ def _distances(distances: GatherDistances) -> Iterable[RenderableType]:
 
 def _headline(summary: Summary) -> RenderableType:
     title = Text(summary.run_id, style="bold")
-    title.append(f"  {summary.status}", style=_status_style(summary.status))
+    style = "green" if summary.status in ("complete", "imported") else "yellow"
+    title.append(f"  {summary.status}", style=style)
     return Group(title, Text(describe_run(summary)))
 
 
@@ -251,10 +252,6 @@ def _long_stops(summary: Summary) -> Iterable[RenderableType]:
     if long:
         table = render_table(HostStops.TABLE.with_values(long), long[:MOST_EXPOSED])
         yield from section(HostStops.TABLE.title, table)
-
-
-def _status_style(status: str) -> str:
-    return "green" if status in ("complete", "imported") else "yellow"
 
 
 def _notes(notes: Sequence[str]) -> Iterable[RenderableType]:
@@ -530,12 +527,8 @@ def _describe_parts(found: BreakdownCauses, shown: StepBreakdown) -> RenderableT
 
 def _title(found: BreakdownCauses, shown: StepBreakdown) -> str:
     if found.is_typical:
-        return f"Parts of the typical step (mean over {_count_steps(shown)})"
+        return f"Parts of the typical step (mean over {plural(len(shown.steps), 'step')})"
     return "Parts of the step"
-
-
-def _count_steps(shown: StepBreakdown) -> str:
-    return plural(len(shown.steps), "step")
 
 
 def parts_table(shown: StepBreakdown) -> RenderableType:

@@ -79,8 +79,8 @@ def _quantities(quantities: Sequence[Quantity]) -> Table:
         table.add_row(
             find_metric(each.name).label,
             format_metric(each.name, each.baseline),
-            _predicted(each.name, each.predicted),
-            _measured(each),
+            format_metric(each.name, each.predicted.value if each.predicted else None),
+            format_metric(each.name, each.measured),
             format_error(each.error),
             Text(RULINGS[each.ruling] if each.ruling else "", style="dim"),
         )
@@ -89,18 +89,10 @@ def _quantities(quantities: Sequence[Quantity]) -> Table:
     return table
 
 
-def _predicted(name: str, estimate: Estimate | None) -> str:
-    return format_metric(name, estimate.value if estimate else None)
-
-
 def _interval(name: str, estimate: Estimate | None) -> str:
     if estimate is None:
         return ""
     return f"{format_metric(name, estimate.low)} to {format_metric(name, estimate.high)}"
-
-
-def _measured(quantity: Quantity) -> str:
-    return format_metric(quantity.name, quantity.measured)
 
 
 def _range(quantity: Quantity) -> str:

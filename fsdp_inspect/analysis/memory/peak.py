@@ -317,17 +317,14 @@ def _by_step(rows: SummaryTable) -> dict[int, int]:
 
 
 def _spread(ranks: Iterable[RankMemory]) -> RankSpread | None:
-    known = sorted((row.peak_allocated_bytes or 0, row.rank) for row in ranks if _knows_peak(row))
+    peaks = ((row.peak_allocated_bytes, row.rank) for row in ranks)
+    known = sorted((peak, rank) for peak, rank in peaks if peak is not None)
     if len(known) < 2:
         return None
     (lowest, lowest_rank), (highest, highest_rank) = known[0], known[-1]
     middle = median([amount for amount, _ in known])
     assert middle is not None
     return RankSpread(lowest, lowest_rank, middle, highest, highest_rank, len(known))
-
-
-def _knows_peak(row: RankMemory) -> bool:
-    return row.peak_allocated_bytes is not None
 
 
 def _find_failed(records: Iterable[RankRecord], shown: int | None) -> FailedRequest | None:
