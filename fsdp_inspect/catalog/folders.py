@@ -121,7 +121,7 @@ class LocalRunsFolder:
             running: The runs that were running at the last look.
         """
         return {
-            run: fingerprint_run(self.path / run, is_running=run in running).text
+            run: fingerprint_run(self.path / run, is_running=run in running)
             for run in find_run_ids(self.path)
         }
 
@@ -265,7 +265,7 @@ class RemoteRunsFolder:
         with self._listing():
             found = measure_remote_runs(self.label, depth=LISTING_DEPTH)
         return {
-            run: fingerprint_extent(extent, is_running=run in running).text
+            run: fingerprint_extent(extent, is_running=run in running)
             for run, extent in sorted(found.items())
         }
 
