@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol
 
 import pyarrow as pa
 
@@ -27,43 +26,6 @@ from fsdp_inspect.store.schema import (
     rank_name,
     rank_numbers,
 )
-
-
-class RunFiles(Protocol):
-    """Read access to one run folder."""
-
-    label: str
-    """The path or URL, for messages."""
-    delay_s: float
-    """The time by which the files of a live run may be older than those of its recorder."""
-
-    def read(self, name: str) -> bytes | None:
-        """All bytes of a file; None if it is missing."""
-        ...
-
-    def read_many(self, names: Sequence[str]) -> list[bytes | UnreadableFileError | None]:
-        """All bytes of each file, in order, or its error; with concurrent requests if faster."""
-        ...
-
-    def open(self, name: str) -> BinaryIO | pa.NativeFile | None:
-        """A file for reading in parts; None if it is missing."""
-        ...
-
-    def folders(self, name: str) -> list[str]:
-        """Names of the folders in a folder."""
-        ...
-
-    def names(self, folder: str) -> frozenset[str] | None:
-        """Names of the files in a folder; None if the files cannot be listed."""
-        ...
-
-    def exists(self, name: str) -> bool:
-        """Whether the file exists."""
-        ...
-
-    def modified_unix_ns(self, name: str) -> int | None:
-        """Time of the last change of a file; None if it is missing or the time is unknown."""
-        ...
 
 
 @contextmanager
@@ -99,6 +61,7 @@ class LocalFiles:
     """A run folder on a local or mounted disk."""
 
     delay_s = 0.0
+    """The time by which the files of a live run may be older than those of its recorder."""
 
     def __init__(self, path: Path, label: str | None = None) -> None:
         """Access the files of a folder.
@@ -163,6 +126,10 @@ class LocalFiles:
     def _named(self, name: str) -> str:
         """The path of a file for messages."""
         return f"{self.label}/{name}" if name else self.label
+
+
+RunFiles = LocalFiles | RemoteFiles
+"""Read access to one run folder."""
 
 
 def _read_or_error(files: RunFiles, name: str) -> bytes | UnreadableFileError | None:
