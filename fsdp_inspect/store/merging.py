@@ -29,26 +29,11 @@ from fsdp_inspect.store.folder import (
     read_manifest,
     read_rank_record,
 )
-from fsdp_inspect.store.schema import (
-    BLACK_BOX_FILE,
-    COMPACTED_SUFFIX,
-    CRASH_FILE,
-    DESYNC_FILE,
-    LIVE_SUFFIX,
-    MANIFEST_FILE,
-    NUMERICS_FILE,
-    PROBE_FILE,
-    SIGTERM_FILE,
-    STACKS_FILE,
-)
+from fsdp_inspect.store.schema import MANIFEST_FILE, PROBE_FILE
 from fsdp_inspect.store.summary_files import Place
+from fsdp_inspect.store.upload import is_rank_file
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 
-_KEPT_SUFFIXES = (LIVE_SUFFIX, COMPACTED_SUFFIX, ".json")
-_KEPT_NAMES = (
-    *(BLACK_BOX_FILE, DESYNC_FILE, NUMERICS_FILE),
-    *(STACKS_FILE, CRASH_FILE, SIGTERM_FILE),
-)
 _SPARE_BYTES = 64 << 20
 """Free space that compaction may need in addition to the copies."""
 _START_UP_NS = 600 * 10**9
@@ -321,11 +306,7 @@ def _is_copy(one: Path, other: Path) -> bool:
 
 def _files_of(folder: Path) -> list[Path]:
     """The files of a rank, without temporary files and files of other programs."""
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file() and (path.suffix in _KEPT_SUFFIXES or path.name in _KEPT_NAMES)
-    )
+    return sorted(path for path in folder.iterdir() if path.is_file() and is_rank_file(path.name))
 
 
 def _check_room(out: Path, sources: Mapping[Place, Path]) -> int:
