@@ -99,7 +99,7 @@ def merge_runs(
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    world_size = manifest.world_size if manifest else _world_size_of(found)
+    world_size = manifest.world_size if manifest else max(map(_recorded_world_size, found))
     last = max(attempt for attempt, _ in sources)
     return MergeResult(
         path=out,
@@ -224,10 +224,6 @@ def _recorded_world_size(part: _Part) -> int:
         if record is not None:
             return record.world_size
     return max(rank for _, rank in part.places) + 1
-
-
-def _world_size_of(parts: Sequence[_Part]) -> int:
-    return max(_recorded_world_size(part) for part in parts)
 
 
 def _choose_sources(parts: Sequence[_Part]) -> tuple[dict[Place, Path], list[Place]]:
