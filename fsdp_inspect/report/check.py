@@ -6,7 +6,7 @@ All four state the same outcome. Names of units are not trusted and are escaped 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from xml.etree import ElementTree
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from fsdp_inspect.comparison.gate.baseline import Baseline
@@ -22,7 +22,7 @@ from fsdp_inspect.comparison.increases import AllocatingLine, Increase
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.formatting import format_bytes, format_category, format_ns, plural, show_controls
-from fsdp_inspect.report.layout import dim, section, table_of
+from fsdp_inspect.report.layout import dim, grouped, section, table_of
 from fsdp_inspect.report.wording import format_method
 from fsdp_inspect.trace.live_memory import RESTING
 
@@ -174,12 +174,9 @@ def _provenance(result: CheckResult) -> str:
 # --- terminal
 
 
-def render_check(result: CheckResult) -> RenderableType:
+@grouped
+def render_check(result: CheckResult) -> Iterator[RenderableType]:
     """Render a check for a terminal."""
-    return Group(*_parts(result))
-
-
-def _parts(result: CheckResult) -> Iterable[RenderableType]:
     yield Text(describe_outcome(result), style=f"bold {_STYLES[result.outcome]}")
     for reason in result.reasons[1:] if result.outcome is CheckOutcome.UNTOLD else result.reasons:
         yield Text(f"  {reason}", style="yellow")

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from itertools import groupby
-from typing import Any
+from typing import Any, ParamSpec
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -25,6 +26,7 @@ BAR_WIDTH = 32
 _LONGEST_WORD = len("reduce-scatter")
 
 
+P = ParamSpec("P")
 CODE = Style(meta={"is_code": True})
 """The style of a line of code. `Harmless` prints the line whole."""
 _COMMAND = re.compile(r"`([^`\n]+)`")
@@ -179,6 +181,16 @@ def table_of(
 
 def _empty_table(*, has_header: bool = True) -> Table:
     return Table(box=None, padding=(0, 2, 0, 0), show_header=has_header, header_style="dim")
+
+
+def grouped(parts_of: Callable[P, Iterable[RenderableType]]) -> Callable[P, Group]:
+    """Make one renderable of the parts that a function yields, from top to bottom."""
+
+    @wraps(parts_of)
+    def render(*args: P.args, **kwargs: P.kwargs) -> Group:
+        return Group(*parts_of(*args, **kwargs))
+
+    return render
 
 
 def section(title: str, *bodies: RenderableType) -> Iterator[RenderableType]:

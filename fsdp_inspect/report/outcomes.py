@@ -21,7 +21,7 @@ from fsdp_inspect.importing.snapshot import ImportedSnapshot
 from fsdp_inspect.report.chakra import ChakraExport
 from fsdp_inspect.report.grafana import GrafanaExport
 from fsdp_inspect.report.json import render_run_json
-from fsdp_inspect.report.layout import render_table, section, table_of
+from fsdp_inspect.report.layout import grouped, render_table, section, table_of
 from fsdp_inspect.report.openmetrics import MetricsExport
 from fsdp_inspect.report.perfetto import PerfettoExport
 from fsdp_inspect.report.tables import TablesExport, render_csv
@@ -32,23 +32,19 @@ from fsdp_inspect.store.run_upload import UploadResult
 from fsdp_inspect.trace.run import RunSource
 
 
-def render_compaction(result: CompactionResult) -> RenderableType:
+@grouped
+def render_compaction(result: CompactionResult) -> Iterator[Text]:
     """Render the compacted ranks, the sizes, and the ranks that were skipped."""
     ranks = plural(len(result.compacted), "rank")
-    lines = [
-        Text(
-            f"{ranks} compacted, {result.rows:,} rows, {format_bytes(result.bytes_before)} -> "
-            f"{format_bytes(result.bytes_after)}: {result.path}"
-        )
-    ]
+    yield Text(
+        f"{ranks} compacted, {result.rows:,} rows, {format_bytes(result.bytes_before)} -> "
+        f"{format_bytes(result.bytes_after)}: {result.path}"
+    )
     for skipped in result.skipped:
-        lines.append(
-            Text(
-                f"Rank {skipped.rank} of attempt {skipped.attempt} was skipped: {skipped.reason}",
-                style="yellow",
-            )
+        yield Text(
+            f"Rank {skipped.rank} of attempt {skipped.attempt} was skipped: {skipped.reason}",
+            style="yellow",
         )
-    return Group(*lines)
 
 
 def render_compaction_json(run: RunSource, result: CompactionResult) -> str:
@@ -70,12 +66,9 @@ def render_compaction_json(run: RunSource, result: CompactionResult) -> str:
 # --- Render the result of a merge.
 
 
-def render_merge(result: MergeResult) -> RenderableType:
+@grouped
+def render_merge(result: MergeResult) -> Iterator[Text]:
     """Render the content of the merged run folder and the missing ranks."""
-    return Group(*_merge_lines(result))
-
-
-def _merge_lines(result: MergeResult) -> Iterator[Text]:
     yield Text(
         f"Run {result.run_id}: {result.num_ranks} of {result.world_size} ranks, "
         f"{format_bytes(result.bytes)} copied: {result.path}"
@@ -103,12 +96,9 @@ def _merge_lines(result: MergeResult) -> Iterator[Text]:
 # --- Render the result of an upload.
 
 
-def render_upload(result: UploadResult) -> RenderableType:
+@grouped
+def render_upload(result: UploadResult) -> Iterator[Text]:
     """Render the uploaded amount, the URL and the ranks that still record."""
-    return Group(*_upload_lines(result))
-
-
-def _upload_lines(result: UploadResult) -> Iterator[Text]:
     ranks = plural(result.num_ranks, "rank")
     if result.num_files:
         objects = plural(result.num_files, "file")
@@ -146,39 +136,33 @@ def render_export(
     return _render_tables(result)
 
 
-def _render_trace(result: PerfettoExport) -> RenderableType:
+@grouped
+def _render_trace(result: PerfettoExport) -> Iterator[Text]:
     ranks = plural(len(result.ranks), "rank")
     size = format_bytes(result.uncompressed_bytes)
-    lines = [
-        Text(f"Wrote {result.path}: {result.num_events:,} events of {ranks}, {size} unpacked."),
-        Text(f"{result.time_axis}"),
-        Text("Open it at https://ui.perfetto.dev (the file stays in your browser)."),
-    ]
+    yield Text(f"Wrote {result.path}: {result.num_events:,} events of {ranks}, {size} unpacked.")
+    yield Text(f"{result.time_axis}")
+    yield Text("Open it at https://ui.perfetto.dev (the file stays in your browser).")
     if result.not_drawn:
-        lines.append(
-            Text(
-                f"{result.not_drawn} slices are left out, because hundreds of others overlap them.",
-                style="yellow",
-            )
+        yield Text(
+            f"{result.not_drawn} slices are left out, because hundreds of others overlap them.",
+            style="yellow",
         )
-    return Group(*lines)
 
 
-def _render_chakra(result: ChakraExport) -> RenderableType:
-    lines = [
-        Text(
-            f"Wrote step {result.step} of {plural(len(result.ranks), 'rank')} to {result.path}: "
-            f"{result.num_nodes:,} nodes, of them {result.num_collectives:,} collectives."
-        ),
-        Text(
-            f"Replayed with the recorded durations, the step takes {format_ns(result.replayed_ns)};"
-            f" recorded {format_ns(result.step_time_ns)}."
-        ),
-    ]
+@grouped
+def _render_chakra(result: ChakraExport) -> Iterator[Text]:
+    yield Text(
+        f"Wrote step {result.step} of {plural(len(result.ranks), 'rank')} to {result.path}: "
+        f"{result.num_nodes:,} nodes, of them {result.num_collectives:,} collectives."
+    )
+    yield Text(
+        f"Replayed with the recorded durations, the step takes {format_ns(result.replayed_ns)};"
+        f" recorded {format_ns(result.step_time_ns)}."
+    )
     if result.missing_ranks:
         missing = format_numbers(result.missing_ranks)
-        lines.append(Text(f"A simulator needs all ranks. Not written: {missing}.", style="yellow"))
-    return Group(*lines)
+        yield Text(f"A simulator needs all ranks. Not written: {missing}.", style="yellow")
 
 
 def _render_tables(result: TablesExport) -> RenderableType:
@@ -278,17 +262,16 @@ def render_index(result: IndexResult) -> RenderableType:
     return Group(*lines)
 
 
-def render_columns() -> RenderableType:
+@grouped
+def render_columns() -> Iterator[RenderableType]:
     """Render the columns of all tables, with their definitions."""
-    parts: list[RenderableType] = []
     for table in TABLES:
         rows = (
             (each.name, each.unit.value if each.unit is not None else "text", each.definition)
             for each in table.spec.columns
         )
         heads = ("column", "<unit", "<definition")
-        parts += section(f"{table.name}: {table.spec.title}", table_of(heads, rows))
-    return Group(*parts)
+        yield from section(f"{table.name}: {table.spec.title}", table_of(heads, rows))
 
 
 def render_query(result: QueryResult) -> RenderableType:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from fsdp_inspect.analysis.memory.fit import FitVerdict
@@ -19,7 +19,7 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_setting,
 )
-from fsdp_inspect.report.layout import dim, indented, section, table_of
+from fsdp_inspect.report.layout import dim, grouped, indented, section, table_of
 from fsdp_inspect.report.output import whole_folder
 from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job
 from fsdp_inspect.simulation.planning.estimates import PlannedValue
@@ -50,11 +50,6 @@ _FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "device_bytes": ("device memory", format_bytes),
     "host_bytes": ("host memory", format_bytes),
 }
-
-
-def render_plan(plan: CapacityPlan) -> RenderableType:
-    """Render a capacity plan."""
-    return Group(*_parts(plan))
 
 
 def describe_candidate(candidate: Candidate | BuilderCandidate) -> str:
@@ -138,7 +133,9 @@ def _describe_builder(candidate: BuilderCandidate, *, is_whole: bool = False) ->
     )
 
 
-def _parts(plan: CapacityPlan) -> Iterable[RenderableType]:
+@grouped
+def render_plan(plan: CapacityPlan) -> Iterator[RenderableType]:
+    """Render a capacity plan."""
     yield Text(answer_plan(plan), style="bold")
     yield indented(
         f"{plan.model} ({format_count(plan.num_parameters)} parameters), {plan.gpus} x {plan.gpu}, "

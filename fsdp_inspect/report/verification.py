@@ -5,7 +5,7 @@ Names from the run are plain text, never rich markup.
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,7 +14,7 @@ from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.verification.verification import Quantity, Verification, VerifiedUnit
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio, plural
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import dim, indented, new_table, section, unit_name
+from fsdp_inspect.report.layout import dim, grouped, indented, new_table, section, unit_name
 from fsdp_inspect.report.wording import format_change, format_error, format_method, format_metric
 from fsdp_inspect.simulation.predictions.ledger import TrackRecord
 from fsdp_inspect.simulation.predictions.records import Estimate, Ruling
@@ -31,22 +31,25 @@ RULINGS = {
 """The outcomes as tables show them."""
 
 
-def render_verification(verification: Verification) -> RenderableType:
+@grouped
+def render_verification(verification: Verification) -> Iterator[RenderableType]:
     """Render whether a prediction held: in a sentence, then by number, then by unit."""
     prediction = verification.prediction
-    parts: list[RenderableType] = [Text(verification.answer, style="bold")]
-    parts += [indented(f"Predicted plan: {prediction.what}.")]
-    parts += [indented(f"Difference in {_difference(each)}") for each in _differences(verification)]
-    parts += [indented(obstacle) for obstacle in verification.obstacles[1:]]
-    parts += [Text(f"caution: {caveat}", style="yellow") for caveat in verification.caveats]
-    parts += section("Predicted and measured", _quantities(verification.quantities))
+    yield Text(verification.answer, style="bold")
+    yield indented(f"Predicted plan: {prediction.what}.")
+    for each in _differences(verification):
+        yield indented(f"Difference in {_difference(each)}")
+    yield from map(indented, verification.obstacles[1:])
+    for caveat in verification.caveats:
+        yield Text(f"caution: {caveat}", style="yellow")
+    yield from section("Predicted and measured", _quantities(verification.quantities))
     if verification.units:
         title = "Exposed time of a step by unit"
         if len(verification.units) > MOST_UNITS:
             title += f" (the first {MOST_UNITS} of {len(verification.units)})"
-        parts += section(title, _units(verification.units[:MOST_UNITS]))
-    parts += ["", *(dim(line) for line in _provenance(verification))]
-    return Group(*parts)
+        yield from section(title, _units(verification.units[:MOST_UNITS]))
+    yield ""
+    yield from map(dim, _provenance(verification))
 
 
 def render_track_record(record: TrackRecord) -> Iterator[RenderableType]:
@@ -150,12 +153,10 @@ def _provenance(verification: Verification) -> Iterator[str]:
 _EXPLAINED = (Ruling.DID_NOT_HOLD, Ruling.NOT_COMPARABLE)
 
 
-def render_tuning(tuning: Tuning, next_steps: Sequence[str]) -> RenderableType:
+@grouped
+def render_tuning(tuning: Tuning, next_steps: Sequence[str]) -> Iterator[RenderableType]:
     """Render the result of a session, its plans, and what to do next."""
-    return Group(Text(tuning.answer, style="bold"), *_parts(tuning, next_steps))
-
-
-def _parts(tuning: Tuning, next_steps: Sequence[str]) -> Iterator[RenderableType]:
+    yield Text(tuning.answer, style="bold")
     if not tuning.is_whole:
         yield Text("The session is incomplete: plans without numbers have not run.", style="yellow")
     if tuning.findings:
