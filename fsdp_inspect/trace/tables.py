@@ -5,9 +5,9 @@ recording rank's monotonic clock; `rank.json` maps them to wall time.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from inspect import get_annotations
-from typing import ClassVar, Self, get_args
+from typing import Any, ClassVar, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,9 +120,11 @@ class Table:
         return type(self)(**{name: getattr(self, name)[low:high] for name in self.DTYPES})
 
 
-@dataclass(frozen=True, slots=True)
 class Rows:
-    """Base of arrays and tables of equal length; other fields describe all rows."""
+    """Base of data classes of arrays and tables of equal length; other fields describe all rows."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def where(self, mask: NDArray[np.generic]) -> Self:
         """Select rows by a boolean mask or an index array."""
