@@ -170,7 +170,7 @@ def unit_column(
         name: The column's name.
         label: Default the name.
     """
-    read = value or _name_of_unit
+    read = value or (lambda row: formatting.format_unit(row.fqn))
     return Column(name, label or name.replace("_", " "), definition, None, read, names_unit=True)
 
 
@@ -213,10 +213,6 @@ def format_value(unit: MetricUnit | None, value: Any) -> str:
             return formatting.format_count(value)
         case MetricUnit.NUMBER:
             return f"{value:.4g}"
-
-
-def _name_of_unit(row: Any) -> str:
-    return formatting.format_unit(row.fqn)
 
 
 def _attribute(name: str) -> Callable[[Any], Any]:

@@ -225,11 +225,11 @@ _DIMENSIONS_OF_FSDP = frozenset({"shard", "replicate", "other"})
 """Mesh dimensions that do not describe a collective that FSDP did not issue."""
 
 
-def format_owner(fqn: str | None, is_fsdp: bool | None, dimension: str = "other") -> str:
-    """Format the owner of a collective: the name of its unit, or a substitute.
+def format_owner(fqn: str | None, is_fsdp: bool | None = None, dimension: str = "other") -> str:
+    """Format the owner of memory or a collective: the name of its unit, or a substitute.
 
     Args:
-        fqn: The fqn of the unit; None if the collective belongs to no unit.
+        fqn: The fqn of the unit; None if it belongs to no unit.
         is_fsdp: False if FSDP did not issue the collective; None if that is unknown.
         dimension: The dimension of the mesh, which names a collective without a unit: `(tp)`.
     """

@@ -1,11 +1,12 @@
 """Filter and group runs by any fact or setting of the catalog."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pandas as pd
 import streamlit as st
 
 from fsdp_inspect.catalog.tables import values_of_setting
+from fsdp_inspect.catalog.trends import matches
 from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app.cards import show_csv_button, show_table
 from fsdp_inspect_app.catalog_reading import KnownCatalog
@@ -46,29 +47,13 @@ def choose_by_setting(catalog: KnownCatalog, entries: Sequence[RunEntry]) -> lis
     with st.container(horizontal=True, vertical_alignment="bottom"):
         group = _pick_setting(catalog, "Group by", "group")
         where = pick_filter(catalog)
-    matching = _matching(catalog, entries, where)
+    keep = dict(zip(catalog.runs["run"].to_pylist(), matches(catalog.runs, where), strict=True))
+    matching = [entry for entry in entries if keep.get(entry.id, not where)]
     if group != NO_SETTING and matching:
         frame = frame_groups(catalog, matching, group)
         show_table(frame, key="groups", alt=f"The runs by {group}")
         show_csv_button(frame, key="groups")
     return matching
-
-
-def _matching(
-    catalog: KnownCatalog, entries: Sequence[RunEntry], where: Mapping[str, Sequence[str]]
-) -> list[RunEntry]:
-    for setting, wanted in where.items():
-        values = dict(
-            zip(
-                catalog.runs["run"].to_pylist(),
-                values_of_setting(catalog.runs, setting),
-                strict=True,
-            )
-        )
-        entries = [
-            entry for entry in entries if any(one in wanted for one in values.get(entry.id, ()))
-        ]
-    return list(entries)
 
 
 def frame_groups(catalog: KnownCatalog, entries: Sequence[RunEntry], setting: str) -> pd.DataFrame:

@@ -7,7 +7,7 @@ whose statement is unknown, or whose settings no plan can express, is not edited
 
 import ast
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import PurePath
@@ -145,7 +145,8 @@ def edit_own_calls(code: TrainingCode, change: Change) -> list[Edit] | None:
     if inner is not change:
         later, prefix = _relative(later, prefix), ""
     lines = [line.replace("MODEL", root.argument) for line in lines_after(inner, later, prefix)]
-    return _add_lines(edits, root, _indented(lines, _indent(root, code.sources)))
+    indent = _indent_at(root.file, root.first_line, code.sources)
+    return _add_lines(edits, root, _indented(lines, indent))
 
 
 def lines_after(change: Change, kept: Sequence[str] = (), prefix: str = "") -> Iterator[str]:
@@ -251,26 +252,36 @@ def find_root_places(
 # --- which changes are simple
 
 
-def _is_simple(change: Change) -> bool:
-    """Whether only settings differ that code after the calls can set."""
+def changes_only(change: Change, of_plan: Iterable[str], of_units: Iterable[str]) -> bool:
+    """Whether the plans have the same units and differ in the given settings at most."""
     before, after = change.before, change.after
-    if before.unit_names != after.unit_names or len({u.unshard_async_op for u in after.units}) != 1:
+    if before.unit_names != after.unit_names:
         return False
-    for setting in _DEPTHS:
-        old, new = getattr(before, setting), getattr(after, setting)
-        if old != new and (old != 0 or not isinstance(new, int)):
-            return False
-    same = {name: getattr(after, name) for name in (*_DEPTHS, "accumulation", "notes")}
     units = tuple(
-        unit.model_copy(
-            update={
-                name: getattr(after.unit(unit.name), name)
-                for name in (_RESHARD, "unshard_async_op")
-            }
-        )
+        unit.model_copy(update={name: getattr(after.unit(unit.name), name) for name in of_units})
         for unit in before.units
     )
+    same = {name: getattr(after, name) for name in of_plan}
     return before.model_copy(update={**same, "units": units}) == after
+
+
+def is_later(change: Change) -> bool:
+    """Whether lines after the `fully_shard` calls alone make the change."""
+    of_plan = (*_DEPTHS, "accumulation")
+    return changes_only(change, of_plan, ("unshard_async_op",)) and _can_follow(change)
+
+
+def _is_simple(change: Change) -> bool:
+    """Whether `reshard_after_forward` and lines after the calls make the change."""
+    of_plan = (*_DEPTHS, "accumulation", "notes")
+    return changes_only(change, of_plan, (_RESHARD, "unshard_async_op")) and _can_follow(change)
+
+
+def _can_follow(change: Change) -> bool:
+    """Whether code after the calls can set the depths of prefetch and the asynchronous gathers."""
+    depths = [(getattr(change.before, name), getattr(change.after, name)) for name in _DEPTHS]
+    is_plain = all(old == new or (old == 0 and isinstance(new, int)) for old, new in depths)
+    return is_plain and len({unit.unshard_async_op for unit in change.after.units}) == 1
 
 
 def _reshard(change: Change, name: str) -> bool:
@@ -348,10 +359,6 @@ def _mesh_of(call: ShardingCall) -> str:
     return f'{unpacked}.get("mesh")' if unpacked.isidentifier() else ""
 
 
-def _indent(call: ShardingCall, sources: Sequence[SourceLines]) -> str:
-    return _indent_at(call.file, call.first_line, sources)
-
-
 def _indent_at(file: str, line: int, sources: Sequence[SourceLines]) -> str:
     found = lines_of(sources, file, line, line) or [""]
     return found[0][: len(found[0]) - len(found[0].lstrip())]
@@ -359,6 +366,14 @@ def _indent_at(file: str, line: int, sources: Sequence[SourceLines]) -> str:
 
 def _indented(lines: Sequence[str], indent: str) -> list[str]:
     return [f"{indent}{line}" if line else line for line in lines]
+
+
+def edit_after(
+    sources: Sequence[SourceLines], file: str, first: int, last: int, lines: Sequence[str]
+) -> Edit:
+    """Insert lines after a statement, whose lines are `first` to `last`, with its indentation."""
+    new = _indented(lines, _indent_at(file, first, sources))
+    return Edit(file, last + 1, last, tuple(new))
 
 
 def _relative(names: Sequence[str], prefix: str) -> list[str]:

@@ -13,11 +13,13 @@ from fsdp_inspect.advice.call_edits import (
     Change,
     Edit,
     apply_lines,
+    changes_only,
+    edit_after,
     edit_own_calls,
     find_root_places,
+    is_later,
     is_readable,
     lines_after,
-    lines_of,
     mesh_of_calls,
     replace_calls,
     write_diff,
@@ -137,17 +139,13 @@ def _torchtitan(change: Change) -> FrameworkSettings | None:
 
 def _torchtitan_dtypes(change: Change) -> dict[str, str]:
     """The options of new dtypes; empty if anything else changes too."""
-    options, units = {}, list(change.before.units)
+    options, changed = {}, []
     for name, option in _DTYPES.items():
         values = {getattr(unit, name) for unit in change.after.units}
         if values != {getattr(unit, name) for unit in change.before.units} and len(values) == 1:
-            value = next(iter(values))
-            options[option] = str(value)
-            units = [unit.model_copy(update={name: value}) for unit in units]
-    same = change.before.model_copy(
-        update={"units": tuple(units), "accumulation": change.after.accumulation}
-    )
-    return options if same == change.after else {}
+            options[option] = str(next(iter(values)))
+            changed.append(name)
+    return options if changes_only(change, ("accumulation",), changed) else {}
 
 
 def _same_reshard(change: Change, names: list[str]) -> bool | None:
@@ -224,7 +222,8 @@ def write_code_change(manifest: RunManifest, change: Change) -> CodeChange:
         return _finish(manifest, change, _say_unknown(manifest), lines=lines)
     if any(call.function == "apply_plan" for call in code.calls):
         where = f"The script already applies a plan in {_places(code.calls)}. Load this plan there."
-        return _finish(manifest, change, where, lines=_load_line(change))
+        lines = [f'fsdp_inspect.Plan.load("{change.plan_file}")']
+        return _finish(manifest, change, where, lines=lines)
     if any(call.package for call in code.calls):
         return _change_framework(manifest, change)
     return _change_own_calls(manifest, change)
@@ -356,7 +355,7 @@ def _change_framework(manifest: RunManifest, change: Change) -> CodeChange:
         return _finish(manifest, change, where, settings=settings, needs_plan_file=False)
     shards = f"{title} shards the model in {call.file}:{call.line}"
     user = call.user
-    after = list(lines_after(change)) if _is_later(change) and not _has_several(manifest) else []
+    after = list(lines_after(change)) if is_later(change) and not _has_several(manifest) else []
     if user is None:
         how = "Add these lines after its calls" if after else "Replace its calls with these lines"
         lines = _named(manifest, after) if after else _lines_of_models(manifest, change)
@@ -380,36 +379,14 @@ def _outer_call(calls: Sequence[ShardingCall]) -> ShardingCall:
     return (whole or of_packages)[0]
 
 
-def _is_later(change: Change) -> bool:
-    """Whether lines after the `fully_shard` calls alone make the change."""
-    before, after = change.before, change.after
-    names = ("forward_prefetch", "backward_prefetch", "accumulation")
-    same = {name: getattr(after, name) for name in names}
-    units = before.units
-    if before.unit_names == after.unit_names:
-        units = tuple(
-            unit.model_copy(update={"unshard_async_op": after.unit(unit.name).unshard_async_op})
-            for unit in before.units
-        )
-    is_same = before.model_copy(update={**same, "units": units}) == after
-    is_plain = all(
-        getattr(before, name) == getattr(after, name)
-        or (getattr(before, name) == 0 and isinstance(getattr(after, name), int))
-        for name in names[:2]
-    )
-    return is_same and is_plain and len({unit.unshard_async_op for unit in after.units}) == 1
-
-
 def _after_statement(
     manifest: RunManifest, change: Change, shards: str, user: UserStatement, lines: Sequence[str]
 ) -> CodeChange:
     diff, named = "", _named(manifest, lines, user.model_after)
     if user.model_after:
-        found = lines_of(manifest.code.sources, user.file, user.line, user.line) or [""]
-        indent = found[0][: len(found[0]) - len(found[0].lstrip())]
-        new = tuple(f"{indent}{line}" for line in named)
-        edit = Edit(user.file, user.end_line + 1, user.end_line, new)
-        diff = write_diff(manifest.code.sources, [edit])
+        sources = manifest.code.sources
+        edit = edit_after(sources, user.file, user.line, user.end_line, named)
+        diff = write_diff(sources, [edit])
     where = f"{shards}. The lines follow this statement."
     if not diff:
         where = f"{shards}. Run these lines after the model is sharded and before it trains."
@@ -424,11 +401,9 @@ def _before_accelerate(
     lines = _lines_of_models(manifest, change, user.model)
     diff = ""
     if user.made_at and lines == apply_lines(change, user.model, ""):  # no name is unknown
-        found = lines_of(manifest.code.sources, user.file, user.made_at, user.made_at) or [""]
-        indent = found[0][: len(found[0]) - len(found[0].lstrip())]
-        new = tuple(f"{indent}{line}" for line in lines)
-        edit = Edit(user.file, user.made_at + 1, user.made_at, new)
-        diff = write_diff(manifest.code.sources, [edit])
+        sources = manifest.code.sources
+        edit = edit_after(sources, user.file, user.made_at, user.made_at, lines)
+        diff = write_diff(sources, [edit])
     where = (
         f"{shards}. It keeps a model that is already sharded, so apply the plan after the model "
         "is built and before its optimizer, and switch off its own wrapping."
@@ -496,10 +471,6 @@ def _lines_of_file(file: str, lines: Sequence[int]) -> str:
         numbers = [*numbers[:_MOST_PLACES], f"{len(numbers) - _MOST_PLACES} more"]
     words = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
     return f"{file}, line{'s' * (len(numbers) > 1)} {words}"
-
-
-def _load_line(change: Change) -> list[str]:
-    return [f'fsdp_inspect.Plan.load("{change.plan_file}")']
 
 
 def _named(manifest: RunManifest, lines: Sequence[str], model: str = "") -> list[str]:

@@ -355,16 +355,8 @@ _FSDP1_REMEDIES: dict[str, SharderRemedy | None] = {
     ),
     "R30": None,  # FSDP1 pads a unit as a whole: less than one element per rank
 }
-_OTHER_REMEDIES: dict[str, SharderRemedy | None] = {
-    "R1": None,
-    "R3": None,
-    "R11": None,
-    "R14": None,
-    "R20": SharderRemedy(("Unset the variable (it serves tensor parallelism), and record again.",)),
-    "R26": None,
-    "R27": None,
-    "R29": None,
-    "R30": None,
+_OTHER_REMEDIES = {
+    rule: remedy if rule == "R20" else None for rule, remedy in _FSDP1_REMEDIES.items()
 }
 _OTHERS = (DDP, *sorted(DEEPSPEED), SIMPLE_FSDP)
 _REMEDIES = {FSDP1: _FSDP1_REMEDIES, **dict.fromkeys(_OTHERS, _OTHER_REMEDIES)}

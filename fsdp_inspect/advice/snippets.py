@@ -118,15 +118,12 @@ def _calls(before: Plan, after: Plan) -> Iterator[str]:
         yield "# remove your calls for these modules; the enclosing unit takes their parameters"
         yield f"names = {list_names(gone)}"
         return
-    calls = [f"fully_shard({_modules(unit)}, mesh=mesh)" for unit in _root_last(new)]
+    root_last = sorted(new, key=lambda unit: unit.is_root)
+    calls = [f"fully_shard({_modules(unit)}, mesh=mesh)" for unit in root_last]
     yield "# replaces your calls for the same modules"
     yield from calls[:MOST_CALLS]
     if len(calls) > MOST_CALLS:
         yield f"# and {len(calls) - MOST_CALLS} similar calls: the plan file lists them"
-
-
-def _root_last(units: Sequence[UnitPlan]) -> list[UnitPlan]:
-    return sorted(units, key=lambda unit: unit.is_root)
 
 
 def _reshard(after: Plan, value: bool | int, *, is_all: bool) -> Iterator[str]:

@@ -21,7 +21,7 @@ from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, Phase
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import ProcessGroup, RunSource
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.tables import EventTable, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def measure_bandwidth(
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfers:
+class _Transfers(Rows):
     """The collectives of training, with their transfer times."""
 
     collectives: EventTable
@@ -183,10 +183,10 @@ class _Transfers:
         return sorted(set(pairs))
 
     def of_kind(self, kind: int, group: int) -> "_Transfers":
-        return self._where((self.collectives.kind == kind) & (self.collectives.group == group))
+        return self.where((self.collectives.kind == kind) & (self.collectives.group == group))
 
     def of_unit(self, unit: int) -> "_Transfers":
-        return self._where(self.collectives.unit == unit)
+        return self.where(self.collectives.unit == unit)
 
     def fit(self, factor: float) -> LinkFit | None:
         """Fit latency + bandwidth to collectives of one kind and group."""
@@ -198,11 +198,6 @@ class _Transfers:
         known: NDArray[np.bool_] = (self.collectives.bytes > 0) & (self.duration_ns > 0)
         known &= (self.collectives.flags & EventFlag.LATEST_END) == 0
         return known
-
-    def _where(self, mask: NDArray[np.bool_]) -> "_Transfers":
-        return _Transfers(
-            self.collectives.where(mask), self.duration_ns[mask], self.from_all_ranks[mask]
-        )
 
     @property
     def source(self) -> str:

@@ -142,6 +142,14 @@ class StepBreakdown:
         """Return the time of one part."""
         return next(row.duration_ns for row in self.parts if row.name == part.label)
 
+    @property
+    def exposed_by_kind_ns(self) -> dict[str, int]:
+        """The exposed parts by kind of collective, such as `all_gather`."""
+        return {
+            part.label.removeprefix("exposed_"): self.duration_ns(part)
+            for part in sorted(EXPOSED_PART_CODES)
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class TypicalParts:

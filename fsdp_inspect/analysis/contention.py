@@ -39,7 +39,7 @@ from fsdp_inspect.trace.codes import (
 )
 from fsdp_inspect.trace.intervals import Intervals
 from fsdp_inspect.trace.run import RunSource, Unit
-from fsdp_inspect.trace.tables import EventTable, positions_by_value
+from fsdp_inspect.trace.tables import EventTable, Rows, positions_by_value
 
 ALONE_RATIO = 0.1
 """A pass counts as alone if at most this fraction of it runs during communication."""
@@ -143,7 +143,7 @@ def _measure_contention(run: RunSource, member: RankSteps, unit: int | None) -> 
             units=(),
         )
     passes = _Passes.of(events)
-    units = sorted(run.manifest.units, key=_execution_order)
+    units = sorted(run.manifest.units, key=lambda unit: unit.order)
     selected = [one for one in units if unit is None or one.index == unit]
     measured = [_measure_unit(passes, one, kind, units) for one in selected for kind in _PASSES]
     slowdowns = np.concatenate([np.empty(0), *(slowed for _, slowed in measured)])
@@ -161,12 +161,8 @@ def _measure_contention(run: RunSource, member: RankSteps, unit: int | None) -> 
     )
 
 
-def _execution_order(unit: Unit) -> tuple[bool, int]:
-    return unit.execution_index < 0, unit.execution_index
-
-
 @dataclass(frozen=True, slots=True)
-class _Passes:
+class _Passes(Rows):
     """Forwards and backwards of units, as arrays of shape (n,)."""
 
     unit: NDArray[np.int64]
@@ -182,11 +178,6 @@ class _Passes:
 
     def of_units(self, units: list[int], kind: int) -> "_Passes":
         return self.where(np.isin(self.unit, units) & (self.kind == kind))
-
-    def where(self, mask: NDArray[np.bool_]) -> "_Passes":
-        return _Passes(
-            self.unit[mask], self.kind[mask], self.compute_ns[mask], self.beside_ns[mask]
-        )
 
     @property
     def ratio(self) -> NDArray[np.float64]:

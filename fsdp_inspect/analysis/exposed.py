@@ -26,10 +26,16 @@ from fsdp_inspect.formatting import format_cause, format_owner
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.statistics import apportion
 from fsdp_inspect.store.reduction.collective_order import find_usual_place
-from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, NO_UNIT, EventFlag, EventKind, Phase
+from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.mesh_dimensions import OTHER, order_labels
 from fsdp_inspect.trace.run import RunManifest, RunSource
-from fsdp_inspect.trace.tables import EventTable, SummaryTable, positions_by_value, rows_of
+from fsdp_inspect.trace.tables import (
+    EventTable,
+    SummaryTable,
+    if_known,
+    positions_by_value,
+    rows_of,
+)
 
 _MOST_RESIDUAL, _LEAST_EXPLAINED = 0.2, 0.5
 """The latency of a fit counts as known with at most this residual and at least this explained
@@ -129,11 +135,7 @@ def format_cause_ratios(causes_ns: Mapping[str, int]) -> str:
     )
 
 
-def _causes_of(row: ExposedOwner | ExposedPass) -> str:
-    return format_cause_ratios(row.causes_ns)
-
-
-def _causes_of_dimension(row: ExposedDimension) -> str:
+def _causes_of(row: ExposedOwner | ExposedPass | ExposedDimension) -> str:
     return format_cause_ratios(row.causes_ns)
 
 
@@ -191,7 +193,7 @@ EXPOSED_DIMENSIONS = TableSpec(
         metric_column("exposed_ns", lambda row: row.time.exposed_ns, label="exposed"),
         metric_column("step_ratio", lambda row: row.time.step_ratio, label="share"),
         metric_column("count_per_step", lambda row: row.time.count_per_step, label="per step"),
-        text_column("causes", "Fractions of the exposed time by cause.", _causes_of_dimension),
+        text_column("causes", "Fractions of the exposed time by cause.", _causes_of),
     ),
 )
 """The columns of `ExposedDimension`."""
@@ -377,10 +379,7 @@ def measure_exposed(
         backward_gathers_ns=_backward_gathers(member),
         late_prefetch_ns=_late_prefetch(typical),
         latency_ns=_latency(typical),
-        by_kind_ns={
-            part.label.removeprefix("exposed_"): split.duration_ns(part)
-            for part in sorted(EXPOSED_PART_CODES)
-        },
+        by_kind_ns=split.exposed_by_kind_ns,
         causes_ns=typical.causes_ns(typical.waits.share_by_cause_ns, exposed),
         dimensions=_find_dimensions(typical, split.dimensions, dimensions),
         passes=_find_passes(typical, unit, dimensions),
@@ -476,10 +475,10 @@ class _TypicalWaits:
         total = float(means.sum())
         if exposed_ns is None or abs(total - exposed_ns) > 1:
             exposed_ns = round(total)
-        return _by_name(apportion(means, exposed_ns))
+        return name_causes(apportion(means, exposed_ns))
 
 
-def _by_name(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:
+def name_causes(by_cause_ns: NDArray[np.int64]) -> dict[str, int]:
     """Return the causes above 0, largest first."""
     causes = sorted(Cause, key=lambda cause: -int(by_cause_ns[cause]))
     return {cause.label: int(by_cause_ns[cause]) for cause in causes if by_cause_ns[cause]}
@@ -646,7 +645,7 @@ class _Evidence:
         waits = self._waits
         row = {name: int(column[position]) for name, column in self._columns().items()}
         begin = int(waits.step_start_ns[position])
-        causes = _by_name(waits.by_cause_ns[position])
+        causes = name_causes(waits.by_cause_ns[position])
         ahead = int(waits.ahead[position])
         columns = (waits.collectives.unit, waits.collectives.kind, waits.collectives.phase)
         alike = np.logical_and.reduce([column == column[position] for column in columns])
@@ -668,9 +667,9 @@ class _Evidence:
             cause=next(iter(causes)),
             causes_ns=causes,
             ahead=None if ahead < 0 else self._describe_ahead(ahead, begin),
-            bytes=_known(row["bytes"]),
-            group=_known(row["group"]),
-            sequence=_known(row["sequence"]),
+            bytes=if_known(row["bytes"]),
+            group=if_known(row["group"]),
+            sequence=if_known(row["sequence"]),
         )
 
     def _describe_ahead(self, position: int, begin: int) -> Ahead:
@@ -686,7 +685,3 @@ class _Evidence:
 
     def _columns(self) -> dict[str, NDArray[np.generic]]:
         return self._waits.collectives.columns()
-
-
-def _known(value: int) -> int | None:
-    return None if value < 0 else value

@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.plain_steps import find_other_plain_steps
-from fsdp_inspect.analysis.step_selection import sum_per_step
+from fsdp_inspect.analysis.step_selection import find_record, sum_per_step
 from fsdp_inspect.columns import TableSpec, metric_column, text_column, value_column
-from fsdp_inspect.errors import IncompleteRunError, MissingDataError
-from fsdp_inspect.formatting import format_numbers
+from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import (
@@ -184,13 +183,8 @@ def _measure_lifetime(run: RunSource, rank: int | None) -> Lifetime:
             "started and ended. Expected a run of the recorder. Record the training to see its "
             "phases."
         )
-    known = [record.rank for record in run.ranks]
-    if not known or (rank is not None and rank not in known):
-        raise IncompleteRunError(
-            f"Rank {0 if rank is None else rank} not found in run {run.manifest.run_id!r}. The run "
-            f"has the ranks {format_numbers(known) or 'none'}. Choose one of them."
-        )
-    chosen = min(known) if rank is None else rank
+    lowest = min((record.rank for record in run.ranks), default=0)
+    chosen = find_record(run, lowest if rank is None else rank).rank
     sources = [*run.earlier_attempts, run]
     attempts = [
         replace(each, has_other_start=_begins_unlike(sources[0], source, chosen))

@@ -344,7 +344,7 @@ def _norm_column(name: str, label: str, definition: str) -> Column:
 Numerics.TABLE = TableSpec(
     "Units in a numerics step",
     (
-        unit_column("The FSDP unit", lambda row: format_owner(row.fqn, None)),
+        unit_column("The FSDP unit", lambda row: format_owner(row.fqn)),
         _norm_column(
             "gradient_norm", "gradient", "Norm of the gradients that the optimizer received"
         ),
@@ -419,7 +419,9 @@ class DtypeUse:
                 lambda use: "yes" if use.is_as_declared else "no",
                 label="as declared",
             ),
-            text_column("units", "The units.", lambda use: _name_units(use.units)),
+            text_column(
+                "units", "The units.", lambda use: listed([*map(format_owner, use.units)], 3)
+            ),
         ),
     )
 
@@ -501,10 +503,6 @@ def _is_as_declared(place: str, declared: str, actual: str) -> bool:
 def _bytes(dtypes: str) -> int:
     """The bytes per element of the narrowest dtype."""
     return min(ITEMSIZE.get(name, 0) for name in dtypes.split(", "))
-
-
-def _name_units(units: Sequence[str | None]) -> str:
-    return listed([format_owner(unit, None) for unit in units], 3)
 
 
 def _with_later_looks(first: NonFinite | None, run: RunSource) -> NonFinite | None:

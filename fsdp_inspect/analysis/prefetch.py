@@ -153,7 +153,7 @@ def measure_prefetch(
     is_gather = (collectives.kind == EventKind.ALL_GATHER) & (collectives.unit != NO_UNIT)
     gathers = _Gathers.of(waits.where(is_gather & (collectives.phase != Phase.EVALUATION)))
     fqns = {unit.index: unit.fqn for unit in run.manifest.units}
-    order = {unit.index: _position(unit.execution_index) for unit in run.manifest.units}
+    order = {unit.index: unit.order for unit in run.manifest.units}
     swapped = _find_swapped(gathers, fqns, unit)
     if unit is not None:
         gathers = gathers.where(gathers.waits.collectives.unit == unit)
@@ -168,10 +168,6 @@ def measure_prefetch(
         units=tuple(_measure_unit(gathers.of_owner(*key), fqns, member) for key in keys),
         swapped=swapped,
     )
-
-
-def _position(execution_index: int) -> float:
-    return execution_index if execution_index >= 0 else float("inf")
 
 
 @dataclass(frozen=True, slots=True)

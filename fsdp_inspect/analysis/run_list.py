@@ -28,14 +28,14 @@ MOST_COURSE = 40
 """The most points of the course of the step time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
     """One run of a folder of runs."""
 
-    run_id: str | None
+    run_id: str | None = None
     """Id of the run; None if `run.json` cannot be read, like all fields except `notes`, `id` and
     `path`."""
-    source: str | None
+    source: str | None = None
     """`recorded`, `emulated`, `imported` or `predicted`."""
     notes: tuple[str, ...]
     """Missing or unusual data, or the reason why the run cannot be read, one sentence each."""
@@ -43,18 +43,18 @@ class ListedRun:
     """Path relative to the listed folder, with slashes."""
     path: Path | str
     """The run folder, or its URL."""
-    created: str | None
+    created: str | None = None
     """Time of creation, ISO 8601, UTC."""
-    status: str | None
-    world_size: int | None
-    num_ranks: int | None
+    status: str | None = None
+    world_size: int | None = None
+    num_ranks: int | None = None
     """Number of ranks that wrote data."""
-    num_steps: int | None
+    num_steps: int | None = None
     """Number of completed steps of the rank that completed the most."""
-    backend: str | None
-    device: str | None
-    model: str | None
-    num_parameters: int | None
+    backend: str | None = None
+    device: str | None = None
+    model: str | None = None
+    num_parameters: int | None = None
 
 
 def _ranks_of(run: ListedRun) -> str | None:
@@ -168,7 +168,9 @@ def list_recorded_runs(directory: Path | str) -> tuple[ListedRun, ...]:
 def _describe(entry: RunEntry) -> ListedRun:
     manifest = entry.manifest
     if manifest is None:
-        return _unreadable(entry, entry.problem or "run.json cannot be read.")
+        return ListedRun(
+            id=entry.id, path=entry.path, notes=(entry.problem or "run.json cannot be read.",)
+        )
     try:
         run = open_run(entry.path)
         status, ranks, num_steps = run.status.value, run.ranks, run.num_steps
@@ -177,7 +179,7 @@ def _describe(entry: RunEntry) -> ListedRun:
             mistake = name_mistake(run)
         notes = tuple(filter(None, [*run.notes, mistake]))
     except StoreError as error:
-        return _unreadable(entry, str(error))
+        return ListedRun(id=entry.id, path=entry.path, notes=(str(error),))
     return ListedRun(
         run_id=manifest.run_id,
         source=manifest.source,
@@ -193,23 +195,4 @@ def _describe(entry: RunEntry) -> ListedRun:
         device=manifest.device_name or manifest.device_type,
         model=manifest.model.class_name,
         num_parameters=manifest.model.num_parameters or None,
-    )
-
-
-def _unreadable(entry: RunEntry, reason: str) -> ListedRun:
-    return ListedRun(
-        run_id=None,
-        source=None,
-        notes=(reason,),
-        id=entry.id,
-        path=entry.path,
-        created=None,
-        status=None,
-        world_size=None,
-        num_ranks=None,
-        num_steps=None,
-        backend=None,
-        device=None,
-        model=None,
-        num_parameters=None,
     )

@@ -33,7 +33,7 @@ from fsdp_inspect.store.reduction.timed_steps import (
     choose_typical,
 )
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, Statistic, StepFlag, StepPart
-from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import StatisticsTable, SummaryTable, rows_of
 
 LEAST_LATE_RATIO = 0.02
@@ -398,13 +398,23 @@ def timed_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:
         return ranks.median
     if rank in ranks.typical.rank:
         return remember(run, ("timed rank", rank), lambda: _read_members(run, [rank])[0])
-    known = sorted({record.rank for record in run.ranks})
-    if rank not in known:
-        raise IncompleteRunError(
-            f"Rank {rank} not found in run {run.manifest.run_id!r}. The run has the ranks "
-            f"{format_numbers(known)}. Choose one of them."
-        )
+    find_record(run, rank)
     return None
+
+
+def find_record(run: RunSource, rank: int) -> RankRecord:
+    """The record of a rank.
+
+    Raises:
+        IncompleteRunError: The run has no data of the rank.
+    """
+    for record in run.ranks:
+        if record.rank == rank:
+            return record
+    raise IncompleteRunError(
+        f"Rank {rank} not found in run {run.manifest.run_id!r}. The run has the ranks "
+        f"{format_numbers(record.rank for record in run.ranks)}. Choose one of them."
+    )
 
 
 def inspected_rank(run: RunSource, rank: int | None = None) -> RankSteps | None:

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.bandwidth import Bandwidth
+from fsdp_inspect.analysis.exposed import name_causes
 from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
 from fsdp_inspect.analysis.step_selection import inspected_rank
-from fsdp_inspect.analysis.wait_causes import Cause, split_waits
+from fsdp_inspect.analysis.wait_causes import split_waits
 from fsdp_inspect.trace.codes import (
     COLLECTIVES,
     DTYPES,
@@ -58,14 +59,7 @@ class StepWaits:
     def causes(self, event: int) -> dict[str, int]:
         """Return the exposed time of an event by `Cause`, only causes above 0, largest first."""
         row = self._row(event)
-        if row is None:
-            return {}
-        causes = sorted(Cause, key=lambda cause: -int(self.by_cause_ns[row, cause]))
-        return {
-            cause.label: int(self.by_cause_ns[row, cause])
-            for cause in causes
-            if self.by_cause_ns[row, cause]
-        }
+        return {} if row is None else name_causes(self.by_cause_ns[row])
 
     def _row(self, event: int) -> int | None:
         row = int(np.searchsorted(self.event, event))

@@ -277,7 +277,7 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
             run.manifest,
             trained.of_unit(unit.index),
             all_steps.of_unit(unit.index),
-            _of_unit(prefetched, unit.index),
+            prefetched.where(prefetched.unit == unit.index),
             recompute_ns.get(unit.index, 0),
         )
         for unit in run.manifest.units
@@ -316,10 +316,6 @@ class _UnitRows:
     def per_step(self, column: str) -> int:
         """Return `mean_per_step`, rounded."""
         return round(self.mean_per_step(column))
-
-
-def _of_unit(events: EventTable, unit: int) -> EventTable:
-    return events.where(events.unit == unit)
 
 
 def _execution_order(unit: UnitCost) -> tuple[bool, int]:

@@ -1,7 +1,7 @@
 """Access the folder of a catalog and the folder of its runs, on a disk or at a URL.
 
-All file access of the catalog goes through the two protocols of this file, which it implements for
-a disk and for URLs.
+All file access of the catalog goes through `CatalogFolder` and `RunsFolder`. Each is a class for a
+disk or a class for URLs, with the same methods.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fsdp_inspect.errors import CatalogError, StoreError
 from fsdp_inspect.reading import read_regular
@@ -30,77 +30,8 @@ from fsdp_inspect.store.remote_system import (
 from fsdp_inspect.store.upload import UploadTarget
 
 
-class CatalogFolder(Protocol):
-    """The files of one catalog; names use slashes."""
-
-    label: str
-    """The path or URL."""
-
-    def folders(self) -> list[str]:
-        """Names of the folders in it; empty if it does not exist."""
-        ...
-
-    def read(self, name: str) -> bytes | None:
-        """All bytes of a file; None if it is missing.
-
-        Raises:
-            CatalogError: The file exists but cannot be read.
-        """
-        ...
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a new file as a whole.
-
-        Raises:
-            CatalogError: The file cannot be written.
-        """
-        ...
-
-    def replace(self, name: str, content: bytes) -> bool:
-        """Write or replace a file atomically.
-
-        Returns:
-            False if another process replaced the file after this object read it. Not every store
-            can tell; the last writer then counts.
-
-        Raises:
-            CatalogError: The file cannot be written; an earlier file is unchanged.
-        """
-        ...
-
-    def age_s(self, name: str) -> float:
-        """Seconds since the last change of a folder; 0 if it is gone or the time is unknown."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Remove a folder with its files; ignores errors, because another process may do it."""
-        ...
-
-
-class RunsFolder(Protocol):
-    """The runs in a folder."""
-
-    label: str
-    """The path or URL."""
-
-    def check(self) -> None:
-        """Raise `CatalogError` if the folder does not exist."""
-        ...
-
-    def fingerprints(self, running: Container[str]) -> dict[str, str]:
-        """The state of the files of every run, by id: its path below the folder, with slashes.
-
-        Args:
-            running: The runs that were running at the last look.
-
-        Raises:
-            CatalogError: The folder cannot be listed.
-        """
-        ...
-
-
 class LocalCatalogFolder:
-    """The files of one catalog on a local or mounted disk; implements `CatalogFolder`."""
+    """The files of one catalog on a local or mounted disk; names use slashes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,7 +46,11 @@ class LocalCatalogFolder:
             return []
 
     def read(self, name: str) -> bytes | None:
-        """All bytes of a file; None if it is missing. Raises as `CatalogFolder.read`."""
+        """All bytes of a file; None if it is missing.
+
+        Raises:
+            CatalogError: The file exists but cannot be read.
+        """
         try:
             return read_regular(self.path / name, max_memory_bytes())
         except (FileNotFoundError, NotADirectoryError):
@@ -127,11 +62,19 @@ class LocalCatalogFolder:
             ) from error
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a new file as a whole. Raises as `CatalogFolder.write`."""
+        """Write a new file as a whole.
+
+        Raises:
+            CatalogError: The file cannot be written.
+        """
         self.replace(name, content)
 
     def replace(self, name: str, content: bytes) -> bool:
-        """Write or replace a file atomically; the last writer counts. Always True."""
+        """Write or replace a file atomically; the last writer counts. Always True.
+
+        Raises:
+            CatalogError: The file cannot be written; an earlier file is unchanged.
+        """
         target = self.path / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +100,7 @@ class LocalCatalogFolder:
 
 
 class LocalRunsFolder:
-    """The runs in a folder on a local or mounted disk; implements `RunsFolder`."""
+    """The runs in a folder on a local or mounted disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -172,9 +115,13 @@ class LocalRunsFolder:
             )
 
     def fingerprints(self, running: Container[str]) -> dict[str, str]:
-        """The state of the files of every run, by id."""
+        """The state of the files of every run, by id: its path below the folder, with slashes.
+
+        Args:
+            running: The runs that were running at the last look.
+        """
         return {
-            run: fingerprint_run(self.path / run, is_running=run in running).text
+            run: fingerprint_run(self.path / run, is_running=run in running)
             for run in find_run_ids(self.path)
         }
 
@@ -195,7 +142,7 @@ _WITH_CONDITIONS = ("s3", "s3a")
 
 
 class RemoteCatalogFolder:
-    """The files of one catalog at a URL; implements `CatalogFolder`."""
+    """The files of one catalog at a URL, with the methods of `LocalCatalogFolder`."""
 
     def __init__(self, url: str) -> None:
         self.label = url.rstrip("/")
@@ -209,7 +156,7 @@ class RemoteCatalogFolder:
         return sorted(self._reading(lambda: RemoteFiles(self.label).folders("")))
 
     def read(self, name: str) -> bytes | None:
-        """All bytes of a file; None if it is missing. Raises as `CatalogFolder.read`."""
+        """All bytes of a file; None if it is missing. Raises as `LocalCatalogFolder.read`."""
         folder, _, child = name.rpartition("/")
 
         def read() -> tuple[bytes | None, str | None]:
@@ -221,12 +168,20 @@ class RemoteCatalogFolder:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a new file as a whole. Raises as `CatalogFolder.write`."""
+        """Write a new file as a whole. Raises as `LocalCatalogFolder.write`."""
         with self._writing(name):
             retry(lambda: self._target.put(name, content))
 
     def replace(self, name: str, content: bytes) -> bool:
-        """Replace a file atomically; see [Note: A catalog in an object store]."""
+        """Replace a file atomically; see [Note: A catalog in an object store].
+
+        Returns:
+            False if another process replaced the file after this object read it. Not every store
+            can tell; the last writer then counts.
+
+        Raises:
+            CatalogError: The file cannot be written; an earlier file is unchanged.
+        """
         tag = self._tags.get(name)
         if not self._has_conditions or tag == "":
             self.write(name, content)
@@ -285,7 +240,7 @@ class RemoteCatalogFolder:
 
 
 class RemoteRunsFolder:
-    """The runs in a folder at a URL; implements `RunsFolder`."""
+    """The runs in a folder at a URL, with the methods of `LocalRunsFolder`."""
 
     def __init__(self, url: str) -> None:
         self.label = url.rstrip("/")
@@ -302,11 +257,15 @@ class RemoteRunsFolder:
         )
 
     def fingerprints(self, running: Container[str]) -> dict[str, str]:
-        """The state of the files of every run, by id. Raises as `RunsFolder.fingerprints`."""
+        """The state of the files of every run, by id.
+
+        Raises:
+            CatalogError: The folder cannot be listed.
+        """
         with self._listing():
             found = measure_remote_runs(self.label, depth=LISTING_DEPTH)
         return {
-            run: fingerprint_extent(extent, is_running=run in running).text
+            run: fingerprint_extent(extent, is_running=run in running)
             for run, extent in sorted(found.items())
         }
 
@@ -320,6 +279,8 @@ class RemoteRunsFolder:
 
 # --- Find the folders of a catalog and of its runs, on a disk or at a URL.
 
+CatalogFolder = LocalCatalogFolder | RemoteCatalogFolder
+RunsFolder = LocalRunsFolder | RemoteRunsFolder
 FILE_PREFIX = "file://"
 
 

@@ -160,7 +160,7 @@ def measure_trend(
     column, axis = find_run_metric(metric), TrendAxis(axis)
     chosen = runs.sort_by([("created_unix_ns", "ascending"), ("run", "ascending")])
     split = [name for name in split if not (axis is TrendAxis.WORLD_SIZE and name == "world_size")]
-    keep = _matches(chosen, where or {})
+    keep = matches(chosen, where or {})
     series = _join(chosen, split)
     places = _places(chosen, axis)
     found: dict[str, _Members] = {}
@@ -192,7 +192,8 @@ def measure_trend(
     )
 
 
-def _matches(runs: pa.Table, where: Mapping[str, Sequence[str]]) -> list[bool]:
+def matches(runs: pa.Table, where: Mapping[str, Sequence[str]]) -> list[bool]:
+    """Whether each run has one of the wanted values of each setting."""
     keep = [True] * len(runs)
     for name, wanted in where.items():
         values = values_of_setting(runs, name)

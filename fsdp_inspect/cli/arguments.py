@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from fsdp_inspect.run import Run
     from fsdp_inspect.simulation.network import NodeLink
     from fsdp_inspect.store.reader import StoredRun
+    from fsdp_inspect.trace.run import RunSource
 
+_ResultT = TypeVar("_ResultT")
 
 RunArgument = Annotated[
     str,
@@ -292,6 +294,22 @@ def print_renderable(renderable: "RenderableType") -> None:
     from fsdp_inspect.report.layout import Harmless
 
     Console(highlight=False).print(Harmless(renderable), crop=False)
+
+
+def show_result(
+    result: _ResultT,
+    render: "Callable[[_ResultT], RenderableType]",
+    *,
+    as_json: bool,
+    run: "RunSource | None" = None,
+) -> None:
+    """Print a result as JSON, with the run that it belongs to, or as `render` shows it."""
+    if not as_json:
+        print_renderable(render(result))
+        return
+    from fsdp_inspect.report.json import render_json, render_run_json
+
+    print(render_json(result) if run is None else render_run_json(run, result))
 
 
 # --- Add the options that every subcommand has.

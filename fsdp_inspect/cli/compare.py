@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+from fsdp_inspect.cli.arguments import JsonOption, show_result
 
 if TYPE_CHECKING:
     from fsdp_inspect.store.reader import StoredRun
@@ -32,15 +32,9 @@ def compare(sides: SidesArgument, as_json: JsonOption = False) -> None:
     Example: `fsdp-inspect compare runs/before runs/after`
     """
     from fsdp_inspect.comparison.comparison import compare_runs
-    from fsdp_inspect.report.json import render_json
-
-    comparison = compare_runs(*open_sides(sides))
-    if as_json:
-        print(render_json(comparison))
-        return
     from fsdp_inspect.report.comparison import render_comparison
 
-    print_renderable(render_comparison(comparison))
+    show_result(compare_runs(*open_sides(sides)), render_comparison, as_json=as_json)
 
 
 def open_sides(given: list[str]) -> "list[StoredRun | list[StoredRun]]":

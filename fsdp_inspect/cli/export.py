@@ -11,7 +11,7 @@ import typer
 from fsdp_inspect.cli.arguments import (
     JsonOption,
     open_stored_argument,
-    print_renderable,
+    show_result,
     whole_number,
 )
 from fsdp_inspect.error_text import shorten
@@ -126,7 +126,6 @@ def export(  # noqa: PLR0913 (every option is a parameter)
 
     Example: `fsdp-inspect export runs/demo perfetto --steps 10-12 --out demo.json.gz`
     """
-    from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.report.outcomes import render_export
     from fsdp_inspect.report.selection import select
 
@@ -161,10 +160,7 @@ def export(  # noqa: PLR0913 (every option is a parameter)
             result = _export_metrics(opened, selection, out, export_format, replaces=force)
         else:
             result = _export_tables(opened, selection, out, export_format, progress, replaces=force)
-    if as_json:
-        print(render_run_json(opened, result))
-    else:
-        print_renderable(render_export(result))
+    show_result(result, render_export, as_json=as_json, run=opened)
 
 
 def _read_words(words: list[str], given: ExportFormat | None) -> tuple[list[str], ExportFormat]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fsdp_inspect.cli import UNJUDGED
-from fsdp_inspect.cli.arguments import JsonOption, print_renderable, whole_number
+from fsdp_inspect.cli.arguments import JsonOption, print_renderable, show_result, whole_number
 from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_count
 from fsdp_inspect.formatting import show_controls
 
@@ -65,15 +65,11 @@ def index(
     Example: `fsdp-inspect store index s3://bucket/runs`
     """
     from fsdp_inspect.catalog.index import index_runs
-    from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.outcomes import render_index
 
     with open_tasks(dask) as tasks, show_count("Reading runs", runs) as on_progress:
         result = index_runs(runs, out, rebuild=rebuild, on_progress=on_progress, tasks=tasks)
-    if as_json:
-        print(render_json(result))
-    else:
-        print_renderable(render_index(result))
+    show_result(result, render_index, as_json=as_json)
 
 
 def query(
@@ -192,17 +188,13 @@ def merge(
 
     Example: `fsdp-inspect store merge node-0/run node-1/run --out runs/merged`
     """
-    from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.report.outcomes import render_merge
     from fsdp_inspect.store.merging import merge_runs
     from fsdp_inspect.store.reader import open_run
 
     with show_count("Copying ranks") as on_progress:
         result = merge_runs(parts, out, on_progress=on_progress)
-    if as_json:
-        print(render_run_json(open_run(out), result))
-    else:
-        print_renderable(render_merge(result))
+    show_result(result, render_merge, as_json=as_json, run=open_run(out))
 
 
 def upload(
@@ -226,7 +218,6 @@ def upload(
 
     Example: `fsdp-inspect store upload runs/demo s3://bucket/runs`
     """
-    from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.outcomes import render_upload
     from fsdp_inspect.store.run_upload import upload_run
 
@@ -238,10 +229,7 @@ def upload(
         )
     with show_count("Uploading ranks") as on_progress:
         result = upload_run(run, url, on_progress=on_progress)
-    if as_json:
-        print(render_json(result))
-    else:
-        print_renderable(render_upload(result))
+    show_result(result, render_upload, as_json=as_json)
 
 
 # --- Serve the runs of a folder to AI assistants.

@@ -1,53 +1,64 @@
 """Make each forecast of a command once, in a child process, and print a line about it."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import typer
 
-from fsdp_inspect.errors import ForecastError
+from fsdp_inspect.errors import ForecastError, StoreError
 from fsdp_inspect.formatting import plural
 from fsdp_inspect.reading import InvalidTextError, parse_json
 from fsdp_inspect.store.reader import StoredRun, open_run
 
-if TYPE_CHECKING:
-    from fsdp_inspect.store.reader import StoredRun
-
-
 TRAINER = "instrumented_trainer.forecasting:build"
+_LOG = "forecast.log"
+_NUM_TAIL_LINES = 15
+_END_WAIT_S = 15.0
 
 
 class ForecastMaker:
-    """Makes each forecast once, and prints a line about it."""
+    """Makes each forecast once, and prints a line about it; see `make_forecasts`."""
+
+    accepted: Sequence[str] | None
+    """The settings that the builder accepts; None: any."""
 
     def __init__(
-        self, forecaster: "Forecaster", name: str, *, out: Path, scratch: Path, replaces: bool
+        self,
+        child: "subprocess.Popen[str]",
+        job: Mapping[str, Any],
+        *,
+        name: str,
+        out: Path,
+        scratch: Path,
+        replaces: bool,
     ) -> None:
         from rich.console import Console
 
-        self._forecaster = forecaster
+        self._child = child
+        self._job = dict(job)
         self._name = name
         self._out = out
         self._scratch = scratch
         self._replaces = replaces
         self._console = Console(stderr=True)
         self._made: dict[str, StoredRun] = {}
-        self.accepted = forecaster.accepted_settings()
+        self.accepted = self._ask({**self._job, "path": None})["accepted"]
 
-    def keep(self, world_size: int) -> "StoredRun":
+    def keep(self, world_size: int) -> StoredRun:
         """Make a forecast that the command shows, in the output folder."""
         key = f"{world_size}-ranks"
         return self._forecast(key, self._out / f"{self._name}-{key}", world_size, {})
 
     def try_out(
         self, world_size: int, changed: Mapping[str, Any], text: str | None = None
-    ) -> "StoredRun":
+    ) -> StoredRun:
         """Make an intermediate forecast with changed settings, in a temporary folder.
 
         Args:
@@ -66,7 +77,7 @@ class ForecastMaker:
         world_size: int,
         changed: Mapping[str, Any],
         text: str | None = None,
-    ) -> "StoredRun":
+    ) -> StoredRun:
         if key not in self._made:
             ranks = plural(world_size, "rank")
             settings = _assignments(changed) if text is None else [text]
@@ -76,114 +87,10 @@ class ForecastMaker:
             with self._console.status(what) as status:
                 if self._replaces:
                     _remove_forecast(path)
-                self._made[key] = self._forecaster.forecast(
+                self._made[key] = self.forecast(
                     path, world_size, changed, lambda text: status.update(f"{what}: {text}")
                 )
         return self._made[key]
-
-
-def _assignments(changed: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={value}" for name, value in changed.items()]
-
-
-def _remove_forecast(path: Path) -> None:
-    """Remove an earlier forecast; a folder that is not a forecast stays."""
-    import shutil
-
-    from fsdp_inspect.errors import StoreError
-    from fsdp_inspect.store.reader import open_run
-
-    if not path.exists():
-        return
-    if open_run(path).manifest.source != "predicted":
-        raise StoreError(
-            f"{str(path)!r} is not a forecast, so --force does not replace it. Name another --out."
-        )
-    shutil.rmtree(path)
-
-
-@contextmanager
-def make_forecasts(  # noqa: PLR0913 - the options of one command
-    builder: str,
-    settings: Mapping[str, Any],
-    *,
-    name: str,
-    gpus_per_node: int,
-    device_type: Literal["cuda", "cpu"] = "cuda",
-    out: Path | None = None,
-    replaces: bool = False,
-) -> Iterator[ForecastMaker]:
-    """Make forecasts of a builder until the block ends.
-
-    Args:
-        builder: `module:function`, found from the current folder.
-        settings: Keyword arguments of the builder.
-        name: The name of the forecasts.
-        gpus_per_node: Ranks on one node.
-        device_type: The device for which to choose kernels.
-        out: The folder of the forecasts that the command shows; None: a temporary one.
-        replaces: Whether forecasts of the same name in `out` are replaced.
-    """
-    with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as temporary:
-        scratch = Path(temporary)
-        if out is not None:
-            _make_folder(out)
-        with start_forecaster(
-            builder, settings, gpus_per_node=gpus_per_node, device_type=device_type
-        ) as forecaster:
-            yield ForecastMaker(
-                forecaster, name, out=out or scratch, scratch=scratch, replaces=replaces
-            )
-
-
-def _make_folder(path: Path) -> None:
-    from fsdp_inspect.errors import StoreError
-
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(
-            f"{str(path)!r} cannot be made for the forecasts: {error.strerror or error}. Expected "
-            "a folder that this user may write to. Name another --out."
-        ) from error
-
-
-def parse_setting(text: str) -> tuple[str, Any]:
-    """Parse `NAME=VALUE`; the value is JSON or text."""
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise typer.BadParameter(
-            f"{text!r} is not a setting. Expected a name and a value, like batch_size=2.",
-            param_hint="--set",
-        )
-    try:
-        return name.replace("-", "_"), parse_json(value)
-    except InvalidTextError:
-        return name.replace("-", "_"), value
-
-
-# --- Run forecasts for a command that does not load torch, in a child process.
-
-_NUM_TAIL_LINES = 15
-_END_WAIT_S = 15.0
-
-
-class Forecaster:
-    """A child process that makes forecasts; see `start_forecaster`."""
-
-    def __init__(self, child: "subprocess.Popen[str]", log: Path, job: Mapping[str, Any]) -> None:
-        self._child = child
-        self._log = log
-        self._job = dict(job)
-
-    def accepted_settings(self) -> Sequence[str] | None:
-        """The settings that the builder accepts; None: any.
-
-        Raises:
-            ForecastError: The builder does not exist.
-        """
-        accepted: Sequence[str] | None = self._ask({**self._job, "path": None})["accepted"]
-        return accepted
 
     def forecast(
         self,
@@ -197,7 +104,7 @@ class Forecaster:
         Args:
             path: The run folder to create.
             world_size: Ranks of the job.
-            settings: Settings that override the forecaster's own.
+            settings: Settings that override those of the builder.
             report: Receives what the process does now.
 
         Raises:
@@ -234,25 +141,46 @@ class Forecaster:
         return answer
 
     def _tail(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
+        lines = (self._scratch / _LOG).read_text(errors="replace").splitlines()
         return "\n".join(lines[-_NUM_TAIL_LINES:])
 
 
+def _assignments(changed: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value}" for name, value in changed.items()]
+
+
+def _remove_forecast(path: Path) -> None:
+    """Remove an earlier forecast; a folder that is not a forecast stays."""
+    if not path.exists():
+        return
+    if open_run(path).manifest.source != "predicted":
+        raise StoreError(
+            f"{str(path)!r} is not a forecast, so --force does not replace it. Name another --out."
+        )
+    shutil.rmtree(path)
+
+
 @contextmanager
-def start_forecaster(
+def make_forecasts(  # noqa: PLR0913 - the options of one command
     builder: str,
     settings: Mapping[str, Any],
     *,
+    name: str,
     gpus_per_node: int,
-    device_type: Literal["cuda", "cpu"],
-) -> Iterator[Forecaster]:
-    """Run a child process that makes forecasts of one builder, until the block ends.
+    device_type: Literal["cuda", "cpu"] = "cuda",
+    out: Path | None = None,
+    replaces: bool = False,
+) -> Iterator[ForecastMaker]:
+    """Run a child process that makes forecasts of a builder, until the block ends.
 
     Args:
         builder: `module:function`, found from the current folder.
         settings: Keyword arguments of the builder.
+        name: The name of the forecasts.
         gpus_per_node: Ranks on one node.
         device_type: The device for which to choose kernels.
+        out: The folder of the forecasts that the command shows; None: a temporary one.
+        replaces: Whether forecasts of the same name in `out` are replaced.
     """
     job = {
         "builder": builder,
@@ -260,9 +188,11 @@ def start_forecaster(
         "gpus_per_node": gpus_per_node,
         "device_type": device_type,
     }
-    with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as folder:
-        log = Path(folder) / "forecast.log"
-        with log.open("w") as errors:
+    with tempfile.TemporaryDirectory(prefix="fsdp-inspect-") as temporary:
+        scratch = Path(temporary)
+        if out is not None:
+            _make_folder(out)
+        with (scratch / _LOG).open("w") as errors:
             child = subprocess.Popen(
                 [sys.executable, "-m", "fsdp_inspect.emulation.forecast"],
                 stdin=subprocess.PIPE,
@@ -271,7 +201,9 @@ def start_forecaster(
                 text=True,
             )
             try:
-                yield Forecaster(child, log, job)
+                yield ForecastMaker(
+                    child, job, name=name, out=out or scratch, scratch=scratch, replaces=replaces
+                )
             finally:
                 _end(child)
 
@@ -283,3 +215,27 @@ def _end(child: "subprocess.Popen[str]") -> None:
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
             pipe.close()
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"{str(path)!r} cannot be made for the forecasts: {error.strerror or error}. Expected "
+            "a folder that this user may write to. Name another --out."
+        ) from error
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Parse `NAME=VALUE`; the value is JSON or text."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise typer.BadParameter(
+            f"{text!r} is not a setting. Expected a name and a value, like batch_size=2.",
+            param_hint="--set",
+        )
+    try:
+        return name.replace("-", "_"), parse_json(value)
+    except InvalidTextError:
+        return name.replace("-", "_"), value

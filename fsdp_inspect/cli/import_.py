@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, parse_memory, print_renderable
+from fsdp_inspect.cli.arguments import JsonOption, parse_memory, show_result
 from fsdp_inspect.cli.cluster import DaskOption, open_tasks
 
 if TYPE_CHECKING:
@@ -66,15 +66,11 @@ def import_(  # noqa: PLR0913 - one argument an option
     Example: `fsdp-inspect import traces/ --out runs/imported --dask local`
     """
     _check_path(path)
-    from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.report.outcomes import render_import
     from fsdp_inspect.store.reader import open_run
 
     imported = _import(path, out, by_step, name, max_size, dask)
-    if as_json:
-        print(render_run_json(open_run(out), imported))
-    else:
-        print_renderable(render_import(imported))
+    show_result(imported, render_import, as_json=as_json, run=open_run(out))
 
 
 def _import(

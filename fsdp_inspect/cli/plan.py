@@ -13,7 +13,7 @@ from fsdp_inspect.cli.arguments import (
     JsonOption,
     open_stored_argument,
     parse_memory,
-    print_renderable,
+    show_result,
     whole_number,
 )
 from fsdp_inspect.cli.forecast_maker import TRAINER, ForecastMaker, make_forecasts, parse_setting
@@ -189,12 +189,7 @@ def plan(  # noqa: PLR0913 - one argument an option
         found = _plan_builder(question, machine, settings)
     else:
         found = _plan_model(question, machine, settings, is_fixed=fixed, forecasts=forecasts)
-    if as_json:
-        from fsdp_inspect.report.json import render_json
-
-        print(render_json(found))
-    else:
-        print_renderable(render_plan(found))
+    show_result(found, render_plan, as_json=as_json)
     if out is not None and found.plan is not None:
         from fsdp_inspect.report.planning import write_settings
 

@@ -7,7 +7,7 @@ prints it as JSON or as tables. Its parameters are the options of `show` that ap
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,14 +16,13 @@ from fsdp_inspect.cli.arguments import (
     RunArgument,
     open_run_argument,
     print_renderable,
+    show_result,
     whole_number,
 )
 from fsdp_inspect.cli.cluster import DaskOption, open_tasks, show_bars
 from fsdp_inspect.error_text import shorten
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from fsdp_inspect.analysis.mesh_grid import MeshGrid
     from fsdp_inspect.run import Run
 
@@ -114,7 +113,9 @@ def breakdown(
     from fsdp_inspect.report.text import render_breakdown
 
     opened = open_run_argument(run)
-    _print(opened, opened.breakdown(rank=rank, step=step), render_breakdown, as_json=as_json)
+    show_result(
+        opened.breakdown(rank=rank, step=step), render_breakdown, as_json=as_json, run=opened.source
+    )
 
 
 def lifetime(
@@ -136,7 +137,7 @@ def lifetime(
 
     opened = open_run_argument(run)
     life = opened.lifetime(rank=rank)
-    _print(opened, life, render_lifetime, as_json=as_json)
+    show_result(life, render_lifetime, as_json=as_json, run=opened.source)
 
 
 def exposed(
@@ -159,7 +160,7 @@ def exposed(
 
     opened = open_run_argument(run)
     waits = opened.exposed(unit=unit, rank=rank)
-    _print(opened, waits, render_waits, as_json=as_json)
+    show_result(waits, render_waits, as_json=as_json, run=opened.source)
 
 
 def units(
@@ -175,7 +176,7 @@ def units(
 
     opened = open_run_argument(run)
     costs = opened.units(rank=rank)
-    _print(opened, costs, render_units, as_json=as_json)
+    show_result(costs, render_units, as_json=as_json, run=opened.source)
 
 
 def kernels(
@@ -193,7 +194,7 @@ def kernels(
     from fsdp_inspect.report.text import render_kernels
 
     opened = open_run_argument(run)
-    _print(opened, opened.kernels(rank=rank), render_kernels, as_json=as_json)
+    show_result(opened.kernels(rank=rank), render_kernels, as_json=as_json, run=opened.source)
 
 
 def nccl(
@@ -211,7 +212,7 @@ def nccl(
             param_hint="SECTION",
         )
     opened = open_run_argument(run)
-    _print(opened, opened.nccl(inspector, rank=rank), render_nccl, as_json=as_json)
+    show_result(opened.nccl(inspector, rank=rank), render_nccl, as_json=as_json, run=opened.source)
 
 
 def numerics(run: RunArgument, as_json: JsonOption = False) -> None:
@@ -232,7 +233,7 @@ def numerics(run: RunArgument, as_json: JsonOption = False) -> None:
             f"Run {opened.id} has no numerics step. Expected a run recorded with --numerics-every "
             "N, or Recorder(numerics_every=N). Record it again with that option."
         )
-    _print(opened, found, render_numerics, as_json=as_json)
+    show_result(found, render_numerics, as_json=as_json, run=opened.source)
 
 
 def memory(
@@ -255,7 +256,7 @@ def memory(
 
     opened = open_run_argument(run)
     found = opened.memory(rank=rank)
-    _print(opened, found, render_memory, as_json=as_json)
+    show_result(found, render_memory, as_json=as_json, run=opened.source)
 
 
 def ranks(
@@ -450,22 +451,3 @@ def show(  # noqa: PLR0913 - one argument an option
 
 def _options_of(section: Callable[..., None]) -> Mapping[str, object]:
     return inspect.signature(section).parameters
-
-
-_ResultT = TypeVar("_ResultT")
-
-
-def _print(
-    run: "Run",
-    result: _ResultT,
-    render: "Callable[[_ResultT], RenderableType]",
-    *,
-    as_json: bool,
-) -> None:
-    """Print a result as JSON, or as `render` shows it."""
-    from fsdp_inspect.report.json import render_run_json
-
-    if as_json:
-        print(render_run_json(run.source, result))
-    else:
-        print_renderable(render(result))

@@ -19,9 +19,9 @@ from fsdp_inspect.cli.arguments import (
     parse_bandwidth,
     parse_latency,
     parse_node_link,
-    print_renderable,
     require_new_file,
     say_how_to_verify,
+    show_result,
     whole_number,
 )
 
@@ -269,7 +269,6 @@ def simulate(  # noqa: PLR0913 - one argument an option
     Example: `fsdp-inspect simulate runs/demo --wrap every:2 --forward-prefetch 1`
     """
     from fsdp_inspect.advice.prediction_creation import PredictionOrigin, make_prediction
-    from fsdp_inspect.report.json import render_run_json
     from fsdp_inspect.report.simulation import render_buckets, render_simulation
     from fsdp_inspect.simulation.predictions.ledger import write_prediction as store_prediction
     from fsdp_inspect.trace.plan import Plan
@@ -314,10 +313,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
         found = opened.simulate_buckets(
             bucket_cap, bandwidth=network[0], latency_ns=network[1], **of_messages
         )
-        if as_json:
-            print(render_run_json(opened.source, found))
-        else:
-            print_renderable(render_buckets(found))
+        show_result(found, render_buckets, as_json=as_json, run=opened.source)
         return
     result = opened.simulate(
         None if plan is None else Plan.load(plan),
@@ -334,10 +330,7 @@ def simulate(  # noqa: PLR0913 - one argument an option
         )
         store_prediction(make_prediction(opened.source, result, origin), write_prediction)
         say_how_to_verify(write_prediction)
-    if as_json:
-        print(render_run_json(opened.source, result))
-        return
-    print_renderable(render_simulation(result))
+    show_result(result, render_simulation, as_json=as_json, run=opened.source)
 
 
 def _expect_no_plan(values: Mapping[str, Any]) -> None:

@@ -119,6 +119,8 @@ def tune(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect tune --budget 3 -- torchrun train.py --plan {plan} --runs-dir {runs}`
     """
+    from fsdp_inspect.advice.tuning import TuningSession
+
     require_new_file("--write", write)
     require_cluster(dask)
     if resume is not None:
@@ -140,7 +142,14 @@ def tune(  # noqa: PLR0913 - one argument an option
         options = {"emulate": emulate, "fixed-compute": fixed_compute, "steps": steps}
         words, environment = _command(command, config, nproc_per_node, options)
         folder = runs_dir / f"tune-{datetime.now():%Y%m%d-%H%M%S}"
-        session = _new_session(words, environment, budget, repeats, memory_limit, allow_dtypes)
+        session = TuningSession(
+            command=words,
+            environment=environment,
+            budget=budget or _BUDGET,
+            repeats=repeats or _REPEATS,
+            memory_limit=memory_limit,
+            allow_dtypes=allow_dtypes,
+        )
         _begin(folder, session, config)
     _run(folder, session, write, dask, as_json=as_json)
 
@@ -196,26 +205,6 @@ def _command(
     words = [word for pair in given.items() for word in pair]
     filled, ranks = trainer_command(config, num_ranks=num_ranks, options=words)
     return filled, training_environment(ranks)
-
-
-def _new_session(
-    words: list[str],
-    environment: dict[str, str],
-    budget: int | None,
-    repeats: int | None,
-    memory_limit: int | None,
-    allow_dtypes: bool,
-) -> "TuningSession":
-    from fsdp_inspect.advice.tuning import TuningSession
-
-    return TuningSession(
-        command=words,
-        environment=environment,
-        budget=budget or _BUDGET,
-        repeats=repeats or _REPEATS,
-        memory_limit=memory_limit,
-        allow_dtypes=allow_dtypes,
-    )
 
 
 def _begin(folder: Path, session: "TuningSession", config: Path | None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_inspect.cli.arguments import JsonOption, print_renderable
+from fsdp_inspect.cli.arguments import JsonOption, show_result
 
 if TYPE_CHECKING:
     from fsdp_inspect.comparison.verification.verification import Verification
@@ -84,7 +84,6 @@ def _verify(
     prediction: Path, given: list[str], baseline: list[str], ledger: Path | None, *, as_json: bool
 ) -> "Verification":
     from fsdp_inspect.comparison.verification.verification import verify_prediction as verify_runs
-    from fsdp_inspect.report.json import render_json
     from fsdp_inspect.report.verification import render_verification
     from fsdp_inspect.simulation.predictions.ledger import read_prediction
 
@@ -92,10 +91,7 @@ def _verify(
     runs = _open_all(given)
     baselines = _open_all(baseline) if baseline else _find_baseline(predicted, runs[0])
     verification = verify_runs(predicted, runs, baselines)
-    if as_json:
-        print(render_json(verification))
-    else:
-        print_renderable(render_verification(verification))
+    show_result(verification, render_verification, as_json=as_json)
     kept = _keep(verification, ledger, (baselines or runs)[0])
     print(kept, file=sys.stderr if as_json else sys.stdout)
     return verification

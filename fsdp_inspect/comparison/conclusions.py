@@ -10,17 +10,17 @@ A conclusion states only results that the data supports:
   (`causes`), and the number of those that differ. A single one is called the likely reason.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from fsdp_inspect.comparison.causes import find_causes, parts_of
 from fsdp_inspect.comparison.differences import (
     CategoryComparison,
     MetricComparison,
-    Movement,
     PartComparison,
     UnitComparison,
-    find_movements,
+    UnitSide,
 )
 from fsdp_inspect.comparison.increases import (
     find_increases_by_unit,
@@ -53,14 +53,14 @@ _SAME_MODEL = 0.05
 """Models whose numbers of parameters differ by a larger fraction are different, also in name."""
 _MOST_SETTINGS = 4
 _MOST_PARTS = 4
-_IN_UNITS = {
-    "exposed_all_gather": "all_gather",
-    "exposed_reduce_scatter": "reduce_scatter",
-    "exposed_all_reduce": "all_reduce",
-    "forward": "forward",
-    "backward": "backward",
+_IN_UNITS: dict[str, Callable[[UnitSide], int | None]] = {
+    "exposed_all_gather": attrgetter("all_gather.exposed_ns"),
+    "exposed_reduce_scatter": attrgetter("reduce_scatter.exposed_ns"),
+    "exposed_all_reduce": attrgetter("all_reduce.exposed_ns"),
+    "forward": attrgetter("forward_ns"),
+    "backward": attrgetter("backward_ns"),
 }
-"""Parts of the step that belong to units, with the matching `Movement.what`."""
+"""Parts of the step that belong to units, with their time in a unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,13 +295,13 @@ def _phrase_parts(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
     yield f"The typical step changes by {_signed_ns(total)}: {listed}{offset}."
     if explaining[0][0].startswith("exposed"):
         yield from _phrase_cause(evidence.causes, other, explaining[0][1])
-    movement = _find_mover(evidence, other, *explaining[0])
-    if movement is not None:
-        units = ", ".join(format_unit(fqn) for fqn in movement.fqns)
+    moved = _find_mover(evidence, other, *explaining[0])
+    if moved is not None:
+        units = ", ".join(format_unit(fqn) for fqn in moved[1])
         part = find_metric(f"{explaining[0][0]}_ns").label
         yield (
             f"The unit with the largest change in {part} is {units}: "
-            f"{_signed_ns(movement.change_ns)} per step."
+            f"{_signed_ns(moved[0])} per step."
         )
 
 
@@ -319,17 +319,22 @@ def _phrase_cause(causes: Sequence[PartComparison], other: int, change: int) -> 
 
 def _find_mover(
     evidence: ConclusionEvidence, other: int, part: str, part_change: int
-) -> Movement | None:
-    """Return the unit that changes most in a part, in the direction of the part's change.
+) -> tuple[int, tuple[str, ...]] | None:
+    """Return the largest change of a unit in a part, in the direction of the part's change.
 
     The forward and backward of the root contain all other units, so they are left out.
     """
-    for movement in find_movements(evidence.units, other):
-        is_whole_model = movement.fqns == ("",) and movement.what in ("forward", "backward")
-        same_direction = movement.change_ns * part_change > 0
-        if movement.what == _IN_UNITS.get(part) and same_direction and not is_whole_model:
-            return movement
-    return None
+    if part not in _IN_UNITS:
+        return None
+    moved = []
+    for row in evidence.units:
+        sides = (row.sides[0], row.sides[other])
+        before, after = (_IN_UNITS[part](side) if side else None for side in sides)
+        is_whole_model = row.fqns == ("",) and part in ("forward", "backward")
+        if before is not None and after is not None and not is_whole_model:
+            moved.append((after - before, row.fqns))
+    same_direction = [pair for pair in moved if pair[0] * part_change > 0]
+    return max(same_direction, key=lambda pair: abs(pair[0]), default=None)
 
 
 def _signed_ns(change: int) -> str:

@@ -338,46 +338,6 @@ def _add_up(collectives: Sequence[UnitCollective]) -> UnitCollective:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Movement:
-    """The change of one cost of one row of units between two sides."""
-
-    fqns: tuple[str, ...]
-    what: str
-    """`all_gather`, `reduce_scatter`, `all_reduce`, `forward` or `backward`."""
-    change_ns: int
-
-
-def find_movements(units: Sequence[UnitComparison], other: int) -> tuple[Movement, ...]:
-    """Return the changes of the units from the reference to another side, largest first.
-
-    Args:
-        units: The aligned units.
-        other: The other side, from 1.
-    """
-    moved = [
-        movement
-        for row in units
-        if row.sides[0] and row.sides[other]
-        for movement in _movements(row, row.sides[0], row.sides[other])
-    ]
-    return tuple(sorted(moved, key=lambda movement: -abs(movement.change_ns)))
-
-
-def _movements(
-    row: UnitComparison, before: UnitSide | None, after: UnitSide | None
-) -> Iterator[Movement]:
-    if before is None or after is None:
-        return
-    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        change = getattr(after, kind).exposed_ns - getattr(before, kind).exposed_ns
-        yield Movement(row.fqns, kind, change)
-    if before.forward_ns is not None and after.forward_ns is not None:
-        yield Movement(row.fqns, "forward", after.forward_ns - before.forward_ns)
-    if before.backward_ns is not None and after.backward_ns is not None:
-        yield Movement(row.fqns, "backward", after.backward_ns - before.backward_ns)
-
-
 class UnitMeasure(StrEnum):
     """A measure of units that can be compared."""
 

@@ -592,7 +592,7 @@ def _is_near(value: float, expected: float) -> bool:
 Equivalence.TABLE = TableSpec(
     "Gradients by unit, in the order of backward",
     (
-        unit_column("The FSDP unit", lambda row: format_owner(row.unit, None)),
+        unit_column("The FSDP unit", lambda row: format_owner(row.unit)),
         value_column(
             "gradient_norm",
             MetricUnit.NUMBER,

@@ -26,7 +26,7 @@ _EXPOSED = "exposed_"
 _NUMBER = re.compile(r"\d+")
 
 
-NO_UNIT = "(no unit)"
+NO_UNIT = format_owner(None)
 Held = dict[tuple[str, str], int]
 """Bytes at a moment by unit and category, or ns a step by unit and wait."""
 
@@ -83,7 +83,7 @@ class Increase:
 
 def moment_of(peak: PeakMoment, lines: tuple[LineBytes, ...] = ()) -> MemoryMoment:
     """A moment of a run, with the bytes by unit and category."""
-    return MemoryMoment(peak.bytes, _name_of(peak.fqn), _held_at(peak), lines)
+    return MemoryMoment(peak.bytes, format_owner(peak.fqn), _held_at(peak), lines)
 
 
 def lines_at(run: RunSource, moment: PeakMoment, name: str = "") -> tuple[LineBytes, ...]:
@@ -113,14 +113,10 @@ def _held_at(peak: PeakMoment) -> Held:
     if not peak.owners:
         return {(NO_UNIT, one.category): one.bytes for one in peak.categories}
     return {
-        (_name_of(owner.fqn), one.category): one.bytes
+        (format_owner(owner.fqn), one.category): one.bytes
         for owner in peak.owners
         for one in owner.categories
     }
-
-
-def _name_of(fqn: str | None) -> str:
-    return NO_UNIT if fqn is None else format_unit(fqn)
 
 
 def sum_waits(exposed: Exposed) -> Held:

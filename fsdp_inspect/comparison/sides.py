@@ -104,7 +104,7 @@ def _side(
     label: str, runs: Sequence[RunSource], summary: Callable[[RunSource], Summary]
 ) -> MeasuredSide:
     measured = tuple(_measure(run, summary(run)) for run in runs)
-    ordered = sorted(measured, key=_standing)
+    ordered = sorted(measured, key=lambda run: (run.step_time_ns is None, run.step_time_ns or 0))
     timed = [run for run in ordered if run.step_time_ns is not None]
     candidates = timed or ordered
     middle = candidates[(len(candidates) - 1) // 2]
@@ -125,10 +125,6 @@ def _measure(run: RunSource, summary: Summary) -> MeasuredRun:
 
 def _named(side: MeasuredSide, names: Mapping[TableOrigin, str]) -> MeasuredSide:
     return replace(side, label=names.get(side.median_run.manifest.origin(), side.label))
-
-
-def _standing(run: MeasuredRun) -> tuple[bool, int]:
-    return run.step_time_ns is None, run.step_time_ns or 0
 
 
 # --- Align the units of several runs, even if the wrap policy differs.
@@ -193,11 +189,7 @@ def _row(members: Sequence[tuple[int, Unit]], num_sides: int) -> UnitRow:
 
 
 def _order(row: UnitRow) -> tuple[float, int]:
-    return min((_position(unit), side) for side, own in enumerate(row.members) for unit in own)
-
-
-def _position(unit: Unit) -> float:
-    return float("inf") if unit.execution_index < 0 else unit.execution_index
+    return min((unit.order, side) for side, own in enumerate(row.members) for unit in own)
 
 
 def _overlap(unit: Unit, other: Unit) -> bool:

@@ -23,6 +23,7 @@ from fsdp_inspect.importing.messages import (
     message_bytes_of,
 )
 from fsdp_inspect.trace.codes import EventKind
+from fsdp_inspect.trace.tables import Rows
 
 Int64Array = NDArray[np.int64]
 
@@ -41,17 +42,13 @@ _GLOO_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Issues:
+class Issues(Rows):
     """The threads and times at which the host issued device events; arrays of shape (n,)."""
 
     thread: NDArray[np.int32]
     """-1: unknown."""
     time_ns: Int64Array
     """The event's own start if the issue is unknown."""
-
-    def where(self, chosen: NDArray[np.generic]) -> "Issues":
-        """The issues that a mask or an index array selects."""
-        return Issues(self.thread[chosen], self.time_ns[chosen])
 
 
 @dataclass(frozen=True, slots=True)

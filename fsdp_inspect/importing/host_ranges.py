@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fsdp_inspect.importing.kineto_events import EventColumns
 from fsdp_inspect.trace.intervals import Intervals, paint_innermost
+from fsdp_inspect.trace.tables import Rows
 
 Int64Array = NDArray[np.int64]
 
@@ -17,7 +18,7 @@ NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class HostRanges:
+class HostRanges(Rows):
     """Ranges of all threads; arrays of shape (n,)."""
 
     thread: NDArray[np.int32]
@@ -37,10 +38,6 @@ class HostRanges:
 
     def __len__(self) -> int:
         return len(self.thread)
-
-    def where(self, chosen: NDArray[np.generic]) -> "HostRanges":
-        """The ranges that a mask or an index array selects."""
-        return HostRanges(self.thread[chosen], self.start_ns[chosen], self.end_ns[chosen])
 
     def innermost(self, thread: NDArray[np.int32], time_ns: Int64Array) -> Int64Array:
         """The innermost range that contains each moment.

@@ -41,6 +41,7 @@ from fsdp_inspect.importing.messages import (
 from fsdp_inspect.importing.trace_file import ImportLimits, OnProgress, return_freed_memory
 from fsdp_inspect.importing.trace_sources import read_trace_blocks
 from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE
+from fsdp_inspect.trace.tables import Rows
 
 Int64Array = NDArray[np.int64]
 Int32Array = NDArray[np.int32]
@@ -154,7 +155,7 @@ class _ExactEvent(msgspec.Struct, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class EventColumns:
+class EventColumns(Rows):
     """Events of one category; arrays of shape (n,), in the order of the file."""
 
     name: Int32Array
@@ -174,10 +175,6 @@ class EventColumns:
 
     def __len__(self) -> int:
         return len(self.name)
-
-    def where(self, chosen: NDArray[np.generic]) -> "EventColumns":
-        """The events that a mask or an index array selects."""
-        return EventColumns(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True, slots=True)

@@ -539,14 +539,13 @@ def _units(units: tuple[str, ...]) -> str:
 
 def _indented(lines: Iterable[str]) -> RenderableType:
     """Lines indented by two columns plus their leading spaces. Wrapped lines keep the indent."""
-    return Group(*(_line(line) for text in lines for line in text.splitlines()))
-
-
-def _line(line: str) -> RenderableType:
-    words = line.lstrip()
-    indent = len(line) - len(words)
-    style = CODE if indent >= len(_CODE_INDENT) else ""
-    return Padding(Text(words, style=style), (0, 0, 0, 2 + indent))
+    return Group(
+        *(
+            indented(line, CODE if line.startswith(_CODE_INDENT) else "")
+            for text in lines
+            for line in text.splitlines()
+        )
+    )
 
 
 # --- Render the effects of a move from FSDP1 to FSDP2.

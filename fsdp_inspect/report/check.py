@@ -3,11 +3,10 @@
 All four state the same outcome. Names of units are not trusted and are escaped for each format.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from xml.etree import ElementTree
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from fsdp_inspect.comparison.gate.baseline import Baseline
@@ -23,7 +22,7 @@ from fsdp_inspect.comparison.increases import AllocatingLine, Increase
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.settings import SettingDifference
 from fsdp_inspect.formatting import format_bytes, format_category, format_ns, plural, show_controls
-from fsdp_inspect.report.layout import dim, new_table, section
+from fsdp_inspect.report.layout import dim, grouped, section, table_of
 from fsdp_inspect.report.wording import format_method
 from fsdp_inspect.trace.live_memory import RESTING
 
@@ -33,6 +32,9 @@ _STYLES = {
     CheckOutcome.UNTOLD: "yellow",
 }
 _MOST_SETTINGS = 12
+_METRIC_HEADS = ("metric", "before", "after", "change", "allowed", "<")
+_LINE_HEADS = ("what", "units", "line", "now", "storages")
+_GROWTH_HEADS = ("what", "units", "before", "after", "change")
 
 
 def describe_outcome(result: CheckResult) -> str:
@@ -172,12 +174,9 @@ def _provenance(result: CheckResult) -> str:
 # --- terminal
 
 
-def render_check(result: CheckResult) -> RenderableType:
+@grouped
+def render_check(result: CheckResult) -> Iterator[RenderableType]:
     """Render a check for a terminal."""
-    return Group(*_parts(result))
-
-
-def _parts(result: CheckResult) -> Iterable[RenderableType]:
     yield Text(describe_outcome(result), style=f"bold {_STYLES[result.outcome]}")
     for reason in result.reasons[1:] if result.outcome is CheckOutcome.UNTOLD else result.reasons:
         yield Text(f"  {reason}", style="yellow")
@@ -188,14 +187,21 @@ def _parts(result: CheckResult) -> Iterable[RenderableType]:
     for line in _describe_others(result):
         yield Text(f"  {line}")
     if result.metrics:
-        yield from section("Metrics", _metrics_table(result))
+        styled: list[list[str | Text]] = [
+            [*row, Text(outcome, style=_STYLES[CheckOutcome(outcome)])]
+            for *row, outcome in _metric_rows(result)
+        ]
+        yield from section("Metrics", table_of(_METRIC_HEADS, styled))
     if result.growth:
-        yield from section(f"Growth{_place(result)}", _growth_table(result.growth, format_bytes))
+        rows = _growth_rows(result.growth, format_bytes)
+        yield from section(f"Growth{_place(result)}", table_of(_GROWTH_HEADS, rows, names=2))
     lines = _lines_shown(result)
     if lines:
-        yield from section(_lines_title(lines), _lines_table(lines))
+        table = table_of(_LINE_HEADS, _line_rows(lines), names=3)
+        yield from section(_lines_title(lines), table)
     if result.longer:
-        yield from section("Longer in a step", _growth_table(result.longer, format_ns))
+        rows = _growth_rows(result.longer, format_ns)
+        yield from section("Longer in a step", table_of(_GROWTH_HEADS, rows, names=2))
     differences = describe_settings(result.settings)
     if differences:
         shown = [Text(f"  {line}") for line in differences[:_MOST_SETTINGS]]
@@ -206,44 +212,24 @@ def _parts(result: CheckResult) -> Iterable[RenderableType]:
     yield dim(_provenance(result))
 
 
-def _metrics_table(result: CheckResult) -> Table:
-    table = new_table("metric", "before", "after", "change", "allowed", "<")
+def _metric_rows(result: CheckResult) -> Iterator[tuple[str, ...]]:
     for one in result.metrics:
-        table.add_row(
-            one.name,
-            _value(one, one.before),
-            _value(one, one.after),
-            _value(one, one.change),
-            one.limit,
-            Text(one.outcome.value, style=_STYLES[one.outcome]),
-        )
-    return table
+        values = (_value(one, value) for value in (one.before, one.after, one.change))
+        yield (one.name, *values, one.limit, one.outcome.value)
 
 
-def _growth_table(growth: Iterable[Increase], write: Callable[[float | None], str]) -> Table:
-    table = new_table("what", "units", "before", "after", "change", names=2)
+def _growth_rows(
+    growth: Iterable[Increase], write: Callable[[float | None], str]
+) -> Iterator[tuple[str, ...]]:
     for one in growth:
-        table.add_row(
-            format_category(one.category),
-            Text(one.where),
-            write(one.before),
-            write(one.after),
-            f"+{write(one.increase)}",
-        )
-    return table
+        amounts = (write(one.before), write(one.after), f"+{write(one.increase)}")
+        yield (format_category(one.category), one.where, *amounts)
 
 
-def _lines_table(lines: Iterable[AllocatingLine]) -> Table:
-    table = new_table("what", "units", "line", "now", "storages", names=3)
+def _line_rows(lines: Iterable[AllocatingLine]) -> Iterator[tuple[str, ...]]:
     for one in lines:
-        table.add_row(
-            format_category(one.category),
-            Text(one.where),
-            Text(one.line),
-            format_bytes(one.bytes),
-            str(one.count),
-        )
-    return table
+        amounts = (format_bytes(one.bytes), str(one.count))
+        yield (format_category(one.category), one.where, one.line, *amounts)
 
 
 # --- markdown
@@ -262,14 +248,16 @@ def _markdown_lines(result: CheckResult) -> Iterable[str]:
     if result.metrics:
         yield "| metric | before | after | change | allowed | |"
         yield "|---|---:|---:|---:|---|---|"
-        for one in result.metrics:
-            values = (_value(one, value) for value in (one.before, one.after, one.change))
-            cells = [one.name, *values, one.limit, one.outcome.value]
-            yield f"| {' | '.join(_escape(cell) for cell in cells)} |"
-        yield ""
+        yield from _markdown_rows(_metric_rows(result))
     yield from _growth_lines(f"growth{_place(result)}", result.growth, format_bytes)
     yield from _growth_lines("longer in a step", result.longer, format_ns)
-    yield from _code_lines(_lines_shown(result))
+    lines = _lines_shown(result)
+    if lines:
+        yield f"{_lines_title(lines)}:"
+        yield ""
+        yield "| what | units | line | now | storages |"
+        yield "|---|---|---|---:|---:|"
+        yield from _markdown_rows(_line_rows(lines))
     yield from (f"- Likely cause: {_escape(cause)}" for cause in result.causes)
     if is_unexplained(result):
         yield f"- {_escape(UNEXPLAINED)}"
@@ -282,19 +270,6 @@ def _markdown_lines(result: CheckResult) -> Iterable[str]:
     yield ""
 
 
-def _code_lines(lines: Sequence[AllocatingLine]) -> Iterable[str]:
-    if not lines:
-        return
-    yield f"{_lines_title(lines)}:"
-    yield ""
-    yield "| what | units | line | now | storages |"
-    yield "|---|---|---|---:|---:|"
-    for one in lines:
-        cells = [format_category(one.category), one.where, one.line, format_bytes(one.bytes)]
-        yield f"| {' | '.join(_escape(cell) for cell in [*cells, str(one.count)])} |"
-    yield ""
-
-
 def _growth_lines(
     what: str, growth: Sequence[Increase], write: Callable[[float | None], str]
 ) -> Iterable[str]:
@@ -302,10 +277,11 @@ def _growth_lines(
         return
     yield f"| {_escape(what)} | units | before | after | change |"
     yield "|---|---|---:|---:|---:|"
-    for one in growth:
-        amounts = (write(one.before), write(one.after), f"+{write(one.increase)}")
-        cells = [format_category(one.category), one.where, *amounts]
-        yield f"| {' | '.join(_escape(cell) for cell in cells)} |"
+    yield from _markdown_rows(_growth_rows(growth, write))
+
+
+def _markdown_rows(rows: Iterable[Sequence[str]]) -> Iterable[str]:
+    yield from (f"| {' | '.join(map(_escape, row))} |" for row in rows)
     yield ""
 
 

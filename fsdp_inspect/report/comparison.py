@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -42,7 +41,7 @@ from fsdp_inspect.formatting import (
     shorten_names,
 )
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import dim, new_table, section, with_prefix
+from fsdp_inspect.report.layout import dim, indented, new_table, section, table_of, with_prefix
 from fsdp_inspect.report.wording import format_kind, format_metric, note_judgement
 
 MOST_UNITS = 5
@@ -91,7 +90,7 @@ def _setting_name(setting: SettingDifference) -> str:
 def _conclusion(conclusion: Conclusion) -> Iterator[RenderableType]:
     yield Text(conclusion.sentence, style="bold")
     for reason in conclusion.reasons:
-        yield Padding(Text(reason), (0, 0, 0, 2))
+        yield indented(reason)
 
 
 def _tables(comparison: Comparison, other: int) -> Iterator[RenderableType]:
@@ -102,7 +101,9 @@ def _tables(comparison: Comparison, other: int) -> Iterator[RenderableType]:
     if comparison.parts:
         yield from section(
             "Parts of the typical step (the changes add up)",
-            _parts_table(comparison.parts, labels, other, _part_name),
+            _parts_table(
+                comparison.parts, labels, other, lambda part: find_metric(f"{part}_ns").label
+            ),
         )
     if len(comparison.dimensions) > 1:
         yield from section(
@@ -149,18 +150,12 @@ def _kernels(
     other: int,
     name_of: Callable[[KernelComparison], str],
 ) -> Table:
-    table = new_table("", *labels, "change", "number of them")
+    cells = []
     for row in rows:
         counts = [row.counts[0], row.counts[other]]
         numbers = " to ".join(dict.fromkeys(f"{count or 0:,.0f}" for count in counts))
-        table.add_row(
-            name_of(row),
-            format_ns(row.values_ns[0]),
-            format_ns(row.values_ns[other]),
-            _signed(row.changes_ns[other - 1], format_ns),
-            numbers,
-        )
-    return table
+        cells.append((name_of(row), *_change_cells(row, other), numbers))
+    return table_of(("", *labels, "change", "number of them"), cells)
 
 
 def _unit_tables(
@@ -220,45 +215,38 @@ def _parts_table(
     other: int,
     name_of: Callable[[str], str],
 ) -> Table:
-    table = new_table("", *labels, "change")
-    for row in rows:
-        table.add_row(
-            name_of(row.name),
-            format_ns(row.values_ns[0]),
-            format_ns(row.values_ns[other]),
-            _signed(row.changes_ns[other - 1], format_ns),
-        )
-    return table
+    cells = ((name_of(row.name), *_change_cells(row, other)) for row in rows)
+    return table_of(("", *labels, "change"), cells)
 
 
-def _part_name(part: str) -> str:
-    return find_metric(f"{part}_ns").label
+def _change_cells(row: PartComparison | KernelComparison, other: int) -> tuple[str, str, str]:
+    """The value of the reference, that of the other side, and the change."""
+    change = _signed(row.changes_ns[other - 1], format_ns)
+    return format_ns(row.values_ns[0]), format_ns(row.values_ns[other]), change
 
 
 def _memory(comparison: Comparison, labels: Sequence[str], other: int) -> Table:
-    table = new_table("", *labels, "change")
-    for row in comparison.memory:
-        table.add_row(
+    rows = (
+        (
             format_category(row.category),
-            format_bytes(row.values[0]),
-            format_bytes(row.values[other]),
+            *(format_bytes(row.values[side]) for side in (0, other)),
             _signed(row.changes[other - 1], format_bytes),
         )
-    return table
+        for row in comparison.memory
+    )
+    return table_of(("", *labels, "change"), rows)
 
 
 def _lines(changes: Sequence[LineChange], labels: Sequence[str]) -> Table:
-    table = new_table("what", "units", "line", *labels, "change", names=3)
-    for row in changes:
-        table.add_row(
-            format_category(row.category),
-            Text(row.where),
-            Text(row.line),
-            format_bytes(row.values[0]),
-            format_bytes(row.values[1]),
+    rows = (
+        (
+            *(format_category(row.category), row.where, row.line),
+            *map(format_bytes, row.values),
             _signed(row.change, format_bytes),
         )
-    return table
+        for row in changes
+    )
+    return table_of(("what", "units", "line", *labels, "change"), rows, names=3)
 
 
 def _signed(change: int | None, text_of: Any) -> str:
@@ -327,10 +315,8 @@ def _messages_table(
     rows: Sequence[tuple[tuple[str, ...], str, str, str]], labels: Sequence[str]
 ) -> RenderableType:
     short = shorten_names(format_unit(fqn) for row in rows for fqn in row[0])
-    table = new_table("unit", "", *labels, names=2)
-    for fqns, kind, before, after in rows:
-        table.add_row(Text(_names(fqns, short)), kind, before, after)
-    return with_prefix(short, table)
+    cells = ((_names(fqns, short), *others) for fqns, *others in rows)
+    return with_prefix(short, table_of(("unit", "", *labels), cells, names=2))
 
 
 def _message(collective: UnitCollective) -> str:

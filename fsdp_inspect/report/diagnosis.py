@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -45,7 +44,7 @@ from fsdp_inspect.report.diagnosis_pictures import (
     pictures_to_dict,
     render_pictures,
 )
-from fsdp_inspect.report.layout import new_table
+from fsdp_inspect.report.layout import indented, new_table
 from fsdp_inspect.report.out_of_memory import (
     describe_fitting_plans,
     describe_memory_at_failure,
@@ -207,7 +206,7 @@ def _event_to_dict(event: RunEvent) -> dict[str, Any]:
 
 
 def _bullet(text: str) -> RenderableType:
-    return Padding(Text(f"- {text}"), (0, 0, 0, 2))
+    return indented(f"- {text}")
 
 
 # --- the headline
@@ -297,7 +296,7 @@ def _late(found: Diagnosis) -> str:
         gone = [each.rank for each in found.states if each.end.kind is EndKind.VANISHED]
         was = "was" if len(gone) == 1 else "were"
         then = f" Then {format_ranks(gone)} {was} killed, or left silently." if gone else ""
-        idle = _longest_idle(found)
+        idle = _seconds(max((state.idle_s or 0.0 for state in found.states), default=0.0))
         return f"No rank has issued a collective for {idle}.{_common(found)}{then}"
     who = capitalize(format_ranks(found.ranks))
     what = describe_issued(found.wait.issued, found.unit_names)
@@ -743,12 +742,12 @@ def _first_moved(spike: LossSpike) -> str:
     norm = "not finite" if first.norm is None else f"{first.norm:.3g}"
     if len(spike.moved) == 1:
         return (
-            f" The gradient norm of {format_owner(first.fqn, None)} rose first, in step "
+            f" The gradient norm of {format_owner(first.fqn)} rose first, in step "
             f"{first.step}: {norm}, usually {first.usual_norm:.3g}."
         )
     return (
         f" The gradient norms of {len(spike.moved)} units had risen in step {first.step}, most "
-        f"that of {format_owner(first.fqn, None)}: {norm}, usually {first.usual_norm:.3g}. Which "
+        f"that of {format_owner(first.fqn)}: {norm}, usually {first.usual_norm:.3g}. Which "
         "one rose first is unknown."
     )
 
@@ -875,7 +874,7 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
     if found.problem is ProblemClass.PRECISION_LOSS and found.numerics is not None:
         for unit in sorted(found.numerics.units, key=lambda each: -(each.lost_ratio or 0.0))[:4]:
             yield (
-                f"{format_owner(unit.fqn, None)}: {format_ratio(unit.lost_ratio)} of the updates "
+                f"{format_owner(unit.fqn)}: {format_ratio(unit.lost_ratio)} of the updates "
                 f"lost; parameters in {unit.parameter_dtype}, states in {unit.state_dtype}."
             )
     yield from _changes(found)
@@ -1195,10 +1194,6 @@ def _in_step(found: Diagnosis) -> str:
 def _for(found: Diagnosis, seconds: float) -> str:
     """A duration in words; empty for a dump, which does not show it."""
     return "" if found.is_imported else f" for {_seconds(seconds)}"
-
-
-def _longest_idle(found: Diagnosis) -> str:
-    return _seconds(max((state.idle_s or 0.0 for state in found.states), default=0.0))
 
 
 def _seconds(seconds: float) -> str:

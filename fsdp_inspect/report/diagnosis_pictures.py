@@ -12,7 +12,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -35,6 +34,7 @@ from fsdp_inspect.formatting import (
     format_unit,
     shorten_names,
 )
+from fsdp_inspect.report.layout import indented
 from fsdp_inspect.store.reduction.collective_order import Issued
 from fsdp_inspect.store.reduction.order_wording import name_kind, name_unit, shorten_place
 from fsdp_inspect.trace.codes import DTYPES, NO_UNIT, UNKNOWN_STEP, UNKNOWN_UNIT, Phase
@@ -231,7 +231,7 @@ def _stack_lines(group: StackGroup) -> Iterator[RenderableType]:
     for frame in fold_stack(group):
         statement = f"    {frame.statement}" if frame.statement else ""
         style = "" if frame.is_user else "dim"
-        yield Padding(Text(f"{frame.text}{statement}", style=style), (0, 0, 0, 2))
+        yield indented(f"{frame.text}{statement}", style)
 
 
 def pictures_to_dict(found: Diagnosis) -> dict[str, Any]:

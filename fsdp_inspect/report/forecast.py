@@ -1,9 +1,9 @@
 """Render a forecast for a terminal: the peak, the fit, then categories and units."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -11,19 +11,16 @@ from fsdp_inspect.analysis.memory.fit import RESERVED_RATIO, Allowance, FitVerdi
 from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction
 from fsdp_inspect.formatting import format_bytes, format_category, format_count, format_unit, plural
-from fsdp_inspect.report.layout import dim, new_table, render_table, section
+from fsdp_inspect.report.layout import dim, grouped, new_table, render_table, section
 from fsdp_inspect.simulation.planning.builder_predictor import Fit, ForecastTable
 from fsdp_inspect.simulation.planning.forecast_step import ForecastRow
 
 MOST_OWNERS = 8
 
 
-def render_forecast(shown: ForecastTable) -> RenderableType:
+@grouped
+def render_forecast(shown: ForecastTable) -> Iterator[RenderableType]:
     """Render a forecast with its fit, categories, units and notes."""
-    return Group(*_parts(shown))
-
-
-def _parts(shown: ForecastTable) -> Iterable[RenderableType]:
     yield Text(_headline(shown), style="bold")
     if shown.fit is not None:
         for sentence in _describe_fit(shown.fit, shown.allowance_bytes):

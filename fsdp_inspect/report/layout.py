@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from itertools import groupby
-from typing import Any
+from typing import Any, ParamSpec
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -25,6 +26,7 @@ BAR_WIDTH = 32
 _LONGEST_WORD = len("reduce-scatter")
 
 
+P = ParamSpec("P")
 CODE = Style(meta={"is_code": True})
 """The style of a line of code. `Harmless` prints the line whole."""
 _COMMAND = re.compile(r"`([^`\n]+)`")
@@ -167,8 +169,28 @@ def new_table(*headers: str, names: int = 1) -> Table:
     return table
 
 
+def table_of(
+    heads: Sequence[str], rows: Iterable[Sequence[str | Text]], *, names: int = 1
+) -> Table:
+    """A table of texts, never markup; arguments as for `new_table`."""
+    table = new_table(*heads, names=names)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
 def _empty_table(*, has_header: bool = True) -> Table:
     return Table(box=None, padding=(0, 2, 0, 0), show_header=has_header, header_style="dim")
+
+
+def grouped(parts_of: Callable[P, Iterable[RenderableType]]) -> Callable[P, Group]:
+    """Make one renderable of the parts that a function yields, from top to bottom."""
+
+    @wraps(parts_of)
+    def render(*args: P.args, **kwargs: P.kwargs) -> Group:
+        return Group(*parts_of(*args, **kwargs))
+
+    return render
 
 
 def section(title: str, *bodies: RenderableType) -> Iterator[RenderableType]:
@@ -183,9 +205,10 @@ def bar(ratio: float, block: str = "█") -> Text:
     return Text(block * round(ratio * BAR_WIDTH) or "▏", no_wrap=True)
 
 
-def indented(text: str) -> RenderableType:
-    """A sentence below a headline."""
-    return Padding(Text(text), (0, 0, 0, 2))
+def indented(text: str, style: str | Style = "") -> RenderableType:
+    """A line below a headline; if it wraps, it keeps its leading spaces."""
+    words = text.lstrip()
+    return Padding(Text(words, style=style), (0, 0, 0, 2 + len(text) - len(words)))
 
 
 def dim(text: str) -> Text:

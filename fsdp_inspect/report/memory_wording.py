@@ -6,7 +6,6 @@ The text is plain: each report escapes it for its format.
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +23,7 @@ from fsdp_inspect.formatting import (
     format_unit,
 )
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import new_table, render_table, section
+from fsdp_inspect.report.layout import indented, new_table, render_table, section
 from fsdp_inspect.report.wording import format_method, format_metric
 from fsdp_inspect.trace.run import FailedRequest
 
@@ -295,7 +294,7 @@ def _answer(overview: MemoryOverview) -> Iterable[RenderableType]:
     if overview.memory.failed_request is not None:
         failed = overview.memory.failed_request
         yield Text(headline_failed_request(overview, failed), style="bold")
-        yield Padding(Text(describe_failed_request(failed)), (0, 0, 0, 2))
+        yield indented(describe_failed_request(failed))
     if overview.rank is None or overview.rank.peak_allocated_bytes is None:
         yield Text(describe_nothing(overview), style="bold")
         return
@@ -310,7 +309,7 @@ def _answer(overview: MemoryOverview) -> Iterable[RenderableType]:
         None if overview.whole is None else overview.whole.sentence,
     ):
         if line:
-            yield Padding(Text(line), (0, 0, 0, 2))
+            yield indented(line)
 
 
 # --- tables

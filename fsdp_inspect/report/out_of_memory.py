@@ -344,8 +344,8 @@ def out_of_memory_to_dict(found: OutOfMemory, searched: PlanSearch | None) -> di
         "grown_bytes": found.grown_bytes,
         "growth": None
         if found.growth is None
-        else [{**to_plain_row(row), "bytes": row.bytes} for row in found.growth],
-        "leak": [{**to_plain_row(row), "bytes": row.bytes} for row in found.leak],
+        else [{**to_plain(row), "bytes": row.bytes} for row in found.growth],
+        "leak": [{**to_plain(row), "bytes": row.bytes} for row in found.leak],
         "last_good_step": None
         if then is None
         else {"step": then.step, "phase": then.phase, "bytes": then.bytes},
@@ -354,14 +354,7 @@ def out_of_memory_to_dict(found: OutOfMemory, searched: PlanSearch | None) -> di
 
 
 def _to_rows(rows: Sequence[Filling]) -> list[Any]:
-    return [to_plain_row(row) for row in rows[:_MOST_ROWS]]
-
-
-def to_plain_row(row: Filling | Growth) -> dict[str, Any]:
-    """A row as JSON values."""
-    plain = to_plain(row)
-    assert isinstance(plain, dict)
-    return plain
+    return [to_plain(row) for row in rows[:_MOST_ROWS]]
 
 
 def _plans_to_dict(found: OutOfMemory, searched: PlanSearch) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.analysis.run_list import LISTED, ListedRun
@@ -22,7 +21,7 @@ from fsdp_inspect.importing.snapshot import ImportedSnapshot
 from fsdp_inspect.report.chakra import ChakraExport
 from fsdp_inspect.report.grafana import GrafanaExport
 from fsdp_inspect.report.json import render_run_json
-from fsdp_inspect.report.layout import new_table, render_table, section
+from fsdp_inspect.report.layout import grouped, render_table, section, table_of
 from fsdp_inspect.report.openmetrics import MetricsExport
 from fsdp_inspect.report.perfetto import PerfettoExport
 from fsdp_inspect.report.tables import TablesExport, render_csv
@@ -33,23 +32,19 @@ from fsdp_inspect.store.run_upload import UploadResult
 from fsdp_inspect.trace.run import RunSource
 
 
-def render_compaction(result: CompactionResult) -> RenderableType:
+@grouped
+def render_compaction(result: CompactionResult) -> Iterator[Text]:
     """Render the compacted ranks, the sizes, and the ranks that were skipped."""
     ranks = plural(len(result.compacted), "rank")
-    lines = [
-        Text(
-            f"{ranks} compacted, {result.rows:,} rows, {format_bytes(result.bytes_before)} -> "
-            f"{format_bytes(result.bytes_after)}: {result.path}"
-        )
-    ]
+    yield Text(
+        f"{ranks} compacted, {result.rows:,} rows, {format_bytes(result.bytes_before)} -> "
+        f"{format_bytes(result.bytes_after)}: {result.path}"
+    )
     for skipped in result.skipped:
-        lines.append(
-            Text(
-                f"Rank {skipped.rank} of attempt {skipped.attempt} was skipped: {skipped.reason}",
-                style="yellow",
-            )
+        yield Text(
+            f"Rank {skipped.rank} of attempt {skipped.attempt} was skipped: {skipped.reason}",
+            style="yellow",
         )
-    return Group(*lines)
 
 
 def render_compaction_json(run: RunSource, result: CompactionResult) -> str:
@@ -71,12 +66,9 @@ def render_compaction_json(run: RunSource, result: CompactionResult) -> str:
 # --- Render the result of a merge.
 
 
-def render_merge(result: MergeResult) -> RenderableType:
+@grouped
+def render_merge(result: MergeResult) -> Iterator[Text]:
     """Render the content of the merged run folder and the missing ranks."""
-    return Group(*_merge_lines(result))
-
-
-def _merge_lines(result: MergeResult) -> Iterator[Text]:
     yield Text(
         f"Run {result.run_id}: {result.num_ranks} of {result.world_size} ranks, "
         f"{format_bytes(result.bytes)} copied: {result.path}"
@@ -104,12 +96,9 @@ def _merge_lines(result: MergeResult) -> Iterator[Text]:
 # --- Render the result of an upload.
 
 
-def render_upload(result: UploadResult) -> RenderableType:
+@grouped
+def render_upload(result: UploadResult) -> Iterator[Text]:
     """Render the uploaded amount, the URL and the ranks that still record."""
-    return Group(*_upload_lines(result))
-
-
-def _upload_lines(result: UploadResult) -> Iterator[Text]:
     ranks = plural(result.num_ranks, "rank")
     if result.num_files:
         objects = plural(result.num_files, "file")
@@ -147,48 +136,38 @@ def render_export(
     return _render_tables(result)
 
 
-def _render_trace(result: PerfettoExport) -> RenderableType:
+@grouped
+def _render_trace(result: PerfettoExport) -> Iterator[Text]:
     ranks = plural(len(result.ranks), "rank")
     size = format_bytes(result.uncompressed_bytes)
-    lines = [
-        Text(f"Wrote {result.path}: {result.num_events:,} events of {ranks}, {size} unpacked."),
-        Text(f"{result.time_axis}"),
-        Text("Open it at https://ui.perfetto.dev (the file stays in your browser)."),
-    ]
+    yield Text(f"Wrote {result.path}: {result.num_events:,} events of {ranks}, {size} unpacked.")
+    yield Text(f"{result.time_axis}")
+    yield Text("Open it at https://ui.perfetto.dev (the file stays in your browser).")
     if result.not_drawn:
-        lines.append(
-            Text(
-                f"{result.not_drawn} slices are left out, because hundreds of others overlap them.",
-                style="yellow",
-            )
+        yield Text(
+            f"{result.not_drawn} slices are left out, because hundreds of others overlap them.",
+            style="yellow",
         )
-    return Group(*lines)
 
 
-def _render_chakra(result: ChakraExport) -> RenderableType:
-    lines = [
-        Text(
-            f"Wrote step {result.step} of {plural(len(result.ranks), 'rank')} to {result.path}: "
-            f"{result.num_nodes:,} nodes, of them {result.num_collectives:,} collectives."
-        ),
-        Text(
-            f"Replayed with the recorded durations, the step takes {format_ns(result.replayed_ns)};"
-            f" recorded {format_ns(result.step_time_ns)}."
-        ),
-    ]
+@grouped
+def _render_chakra(result: ChakraExport) -> Iterator[Text]:
+    yield Text(
+        f"Wrote step {result.step} of {plural(len(result.ranks), 'rank')} to {result.path}: "
+        f"{result.num_nodes:,} nodes, of them {result.num_collectives:,} collectives."
+    )
+    yield Text(
+        f"Replayed with the recorded durations, the step takes {format_ns(result.replayed_ns)};"
+        f" recorded {format_ns(result.step_time_ns)}."
+    )
     if result.missing_ranks:
         missing = format_numbers(result.missing_ranks)
-        lines.append(Text(f"A simulator needs all ranks. Not written: {missing}.", style="yellow"))
-    return Group(*lines)
+        yield Text(f"A simulator needs all ranks. Not written: {missing}.", style="yellow")
 
 
 def _render_tables(result: TablesExport) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("file", no_wrap=True)
-    table.add_column("rows", justify="right")
-    table.add_column("columns", justify="right")
-    for written in result.tables:
-        table.add_row(written.file, str(written.num_rows), str(len(written.columns)))
+    rows = ((each.file, str(each.num_rows), str(len(each.columns))) for each in result.tables)
+    table = table_of(("file", "rows", "columns"), rows)
     return Group(Text(f"Wrote {len(result.tables)} tables to {result.path}:"), table)
 
 
@@ -283,16 +262,16 @@ def render_index(result: IndexResult) -> RenderableType:
     return Group(*lines)
 
 
-def render_columns() -> RenderableType:
+@grouped
+def render_columns() -> Iterator[RenderableType]:
     """Render the columns of all tables, with their definitions."""
-    parts: list[RenderableType] = []
     for table in TABLES:
-        rows = new_table("column", "<unit", "<definition")
-        for column in table.spec.columns:
-            unit = column.unit.value if column.unit is not None else "text"
-            rows.add_row(Text(column.name), unit, Text(column.definition))
-        parts += section(f"{table.name}: {table.spec.title}", rows)
-    return Group(*parts)
+        rows = (
+            (each.name, each.unit.value if each.unit is not None else "text", each.definition)
+            for each in table.spec.columns
+        )
+        heads = ("column", "<unit", "<definition")
+        yield from section(f"{table.name}: {table.spec.title}", table_of(heads, rows))
 
 
 def render_query(result: QueryResult) -> RenderableType:
@@ -314,9 +293,7 @@ def _fits(table: RenderableType) -> bool:
 
 
 def _record(spec: TableSpec, row: dict[str, Any]) -> RenderableType:
-    table = new_table("", "<")
-    for column in spec.columns:
-        table.add_row(Text(column.name), Text(_text(column, row)))
+    table = table_of(("", "<"), ((column.name, _text(column, row)) for column in spec.columns))
     return Group(table, "")
 
 

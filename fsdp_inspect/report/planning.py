@@ -1,13 +1,13 @@
 """Describe a capacity plan: the answer, its values, runners-up and rejections; for a terminal."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from fsdp_inspect.analysis.memory.fit import FitVerdict
@@ -19,7 +19,7 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_setting,
 )
-from fsdp_inspect.report.layout import dim, indented, new_table, section
+from fsdp_inspect.report.layout import dim, grouped, indented, section, table_of
 from fsdp_inspect.report.output import whole_folder
 from fsdp_inspect.simulation.planning.candidates import BuilderCandidate, Candidate, Job
 from fsdp_inspect.simulation.planning.estimates import PlannedValue
@@ -50,11 +50,6 @@ _FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "device_bytes": ("device memory", format_bytes),
     "host_bytes": ("host memory", format_bytes),
 }
-
-
-def render_plan(plan: CapacityPlan) -> RenderableType:
-    """Render a capacity plan."""
-    return Group(*_parts(plan))
 
 
 def describe_candidate(candidate: Candidate | BuilderCandidate) -> str:
@@ -138,7 +133,9 @@ def _describe_builder(candidate: BuilderCandidate, *, is_whole: bool = False) ->
     )
 
 
-def _parts(plan: CapacityPlan) -> Iterable[RenderableType]:
+@grouped
+def render_plan(plan: CapacityPlan) -> Iterator[RenderableType]:
+    """Render a capacity plan."""
     yield Text(answer_plan(plan), style="bold")
     yield indented(
         f"{plan.model} ({format_count(plan.num_parameters)} parameters), {plan.gpus} x {plan.gpu}, "
@@ -147,27 +144,19 @@ def _parts(plan: CapacityPlan) -> Iterable[RenderableType]:
     yield from (indented(sentence) for sentence in describe_shortfall(plan))
     if plan.shown is not None and (plan.found.best is not None or plan.is_fixed):
         yield indented(f"Plan: {_describe_plan(plan.shown.candidate)}.")
-        yield from section("Predicted values", _table(VALUE_HEADS, value_rows(plan.shown)))
+        yield from section("Predicted values", table_of(VALUE_HEADS, value_rows(plan.shown)))
     if plan.found.undecided is not None and not plan.is_fixed:
         yield from section("Cannot tell", *map(indented, describe_undecided(plan)))
     if plan.found.runners_up:
-        yield from section("Runners-up", _table(FOUND_HEADS, found_rows(plan)))
+        yield from section("Runners-up", table_of(FOUND_HEADS, found_rows(plan)))
     if not plan.is_fixed:
-        yield from section("Rejected", _table(REJECTION_HEADS, rejection_rows(plan)))
+        yield from section("Rejected", table_of(REJECTION_HEADS, rejection_rows(plan)))
     if plan.shown is not None:
         yield from section("Assumptions", *map(indented, describe_assumptions(plan.shown)))
     if plan.notes:
         yield from section("Notes", *(indented(note) for note in plan.notes))
     yield ""
     yield dim(describe_search(plan))
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    """A table of texts; heads as for `new_table`."""
-    table = new_table(*heads)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
 
 
 def describe_search(plan: CapacityPlan) -> str:

@@ -26,7 +26,7 @@ from fsdp_inspect.analysis.verdict.words import (
 from fsdp_inspect.columns import TableSpec
 from fsdp_inspect.formatting import MISSING, capitalize, format_ns, format_ranks, format_ratio
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import indented, new_table, render_table
+from fsdp_inspect.report.layout import dim, indented, new_table, render_table, section
 from fsdp_inspect.report.wording import format_metric
 
 _NO_STRAGGLER = "No rank is a straggler."
@@ -324,26 +324,17 @@ def render_ranks(
     parts: list[RenderableType] = [Text(answer, style="bold"), *map(indented, details)]
     parts.extend(Text(f"note: {refusal}", style="yellow") for refusal in _shorten(ranks.refusals))
     if shown:
-        parts.extend(
-            [
-                "",
-                Text(_ranks_title(ranks.ranks, shown), style="bold"),
-                render_table(Ranks.TABLE, shown, *RANK_COLUMNS),
-            ]
-        )
+        table = render_table(Ranks.TABLE, shown, *RANK_COLUMNS)
+        parts += section(_ranks_title(ranks.ranks, shown), table)
     if any(len(row.dimensions) > 1 for row in shown):
         parts.extend(["", *_dimensions(shown)])
     if ranks.dimension_waits and rank is None:
-        spec = Ranks.WAITS
-        parts.extend(
-            ["", Text(spec.title, style="bold"), render_table(spec, ranks.dimension_waits)]
-        )
+        parts += section(Ranks.WAITS.title, render_table(Ranks.WAITS, ranks.dimension_waits))
     if grid is not None:
         parts.extend(["", *_grid(grid)])
     if ranks.skews and rank is None:
-        parts.extend(["", Text(_skews_title(ranks), style="bold")])
-        parts.append(_skews_table(ranks.skews[:MOST_SKEWS]))
-    parts.extend(["", Text(describe_comparing(ranks), style="dim")])
+        parts += section(_skews_title(ranks), _skews_table(ranks.skews[:MOST_SKEWS]))
+    parts += ["", dim(describe_comparing(ranks))]
     return Group(*parts)
 
 

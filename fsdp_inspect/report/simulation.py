@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, format_ratio, format_unit
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import dim, new_table, render_table
+from fsdp_inspect.report.layout import dim, indented, new_table, render_table
 from fsdp_inspect.report.wording import format_error
 from fsdp_inspect.simulation.buckets import BucketSimulation
 from fsdp_inspect.simulation.simulate import UNITS_OF_PLAN, KindOfStep, Simulation
@@ -32,7 +31,7 @@ def render_simulation(simulation: Simulation) -> RenderableType:
     """Render the predicted step time with its interval, the parts of the step, and the units."""
     return Group(
         Text(answer_simulation(simulation), style="bold"),
-        *(Padding(Text(line), (0, 0, 0, 2)) for line in _reasons(simulation)),
+        *map(indented, _reasons(simulation)),
         "",
         _parts_table(simulation),
         "",
@@ -46,7 +45,7 @@ def render_buckets(found: BucketSimulation) -> RenderableType:
     """Render the predicted step time with other buckets or messages, and a table of them."""
     return Group(
         Text(answer_buckets(found), style="bold"),
-        *(Padding(Text(line), (0, 0, 0, 2)) for line in describe_buckets(found)),
+        *map(indented, describe_buckets(found)),
         "",
         render_table(found.TABLE, found.rows()[:MOST_UNITS]),
         *_rest(len(found.rows()), found.settings.what),

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -160,10 +159,10 @@ def render_verdict(verdict: Verdict, *, run: str = "RUN") -> RenderableType:
     """Render the limit of the step, the reason, and what to try next."""
     lines: list[RenderableType] = [Text(verdict.sentence, style="bold")]
     for line in filter(None, (verdict.largest_part, f"Why: {verdict.why}")):
-        lines.append(Padding(Text(line), (0, 0, 0, 2)))
+        lines.append(indented(line))
     for number, step in enumerate(verdict.next_steps):
         word = "Next" if number == 0 else "Or"
-        lines.append(Padding(Text(f"{word}: {name_run(step, run)}"), (0, 0, 0, 2)))
+        lines.append(indented(f"{word}: {name_run(step, run)}"))
     return Group(*lines)
 
 
@@ -174,9 +173,7 @@ def render_numerics(found: Numerics) -> RenderableType:
         Text(f"{Numerics.TABLE.title}, step {found.step}", style="bold"),
         render_table(Numerics.TABLE, found.rows()),
         *map(Text, _missing_numerics(found)),
-        "",
-        Text(DtypeUse.TABLE.title, style="bold"),
-        render_table(DtypeUse.TABLE, found.dtypes),
+        *section(DtypeUse.TABLE.title, render_table(DtypeUse.TABLE, found.dtypes)),
         *map(Text, _other_dtypes(found)),
         dim(
             f"{steps} on {format_ranks(found.ranks)}. Gradient: its norm over the whole unit. "
@@ -207,7 +204,7 @@ def _missing_numerics(found: Numerics) -> Iterable[str]:
 def _other_dtypes(found: Numerics) -> Iterable[str]:
     for each in found.other_dtypes:
         units = plural(len(each.units), "unit")
-        names = ", ".join(format_owner(unit, None) for unit in each.units[:3])
+        names = ", ".join(format_owner(unit) for unit in each.units[:3])
         yield (
             f"The {each.place} of {units} ({names}{', ...' if len(each.units) > 3 else ''}) "
             f"is {each.actual}, but {each.declared} is declared."
@@ -221,9 +218,10 @@ def render_units(costs: UnitCosts) -> RenderableType:
     return Group(
         Text("Collectives of each unit", style="bold"),
         render_table(UnitCosts.COLLECTIVES, costs.collectives(), *_COLLECTIVE_COLUMNS),
-        "",
-        Text("Compute and copies of each unit", style="bold"),
-        render_table(UnitCosts.TABLE, costs.units, *_COMPUTE_COLUMNS),
+        *section(
+            "Compute and copies of each unit",
+            render_table(UnitCosts.TABLE, costs.units, *_COMPUTE_COLUMNS),
+        ),
         *(_distances(costs.distances) if costs.distances is not None else ()),
         "",
         dim(_units_footer(costs)),
@@ -231,15 +229,15 @@ def render_units(costs: UnitCosts) -> RenderableType:
 
 
 def _distances(distances: GatherDistances) -> Iterable[RenderableType]:
-    yield ""
-    yield Text(UnitCosts.DISTANCES.title, style="bold")
-    yield render_table(UnitCosts.DISTANCES, distances.units)
+    table = render_table(UnitCosts.DISTANCES, distances.units)
+    yield from section(UnitCosts.DISTANCES.title, table)
     yield from map(Text, describe_distances(distances))
 
 
 def _headline(summary: Summary) -> RenderableType:
     title = Text(summary.run_id, style="bold")
-    title.append(f"  {summary.status}", style=_status_style(summary.status))
+    style = "green" if summary.status in ("complete", "imported") else "yellow"
+    title.append(f"  {summary.status}", style=style)
     return Group(title, Text(describe_run(summary)))
 
 
@@ -254,10 +252,6 @@ def _long_stops(summary: Summary) -> Iterable[RenderableType]:
     if long:
         table = render_table(HostStops.TABLE.with_values(long), long[:MOST_EXPOSED])
         yield from section(HostStops.TABLE.title, table)
-
-
-def _status_style(status: str) -> str:
-    return "green" if status in ("complete", "imported") else "yellow"
 
 
 def _notes(notes: Sequence[str]) -> Iterable[RenderableType]:
@@ -533,12 +527,8 @@ def _describe_parts(found: BreakdownCauses, shown: StepBreakdown) -> RenderableT
 
 def _title(found: BreakdownCauses, shown: StepBreakdown) -> str:
     if found.is_typical:
-        return f"Parts of the typical step (mean over {_count_steps(shown)})"
+        return f"Parts of the typical step (mean over {plural(len(shown.steps), 'step')})"
     return "Parts of the step"
-
-
-def _count_steps(shown: StepBreakdown) -> str:
-    return plural(len(shown.steps), "step")
 
 
 def parts_table(shown: StepBreakdown) -> RenderableType:
@@ -668,11 +658,7 @@ def render_kernels(found: Kernels) -> RenderableType:
         (Kernels.TABLE, found.groups, MOST_GROUPS),
         (Kernels.NAMES, found.names, MOST_NAMES),
     ):
-        tables += [
-            "",
-            Text(spec.title, style="bold"),
-            render_table(spec.with_values(costs[:most]), costs[:most]),
-        ]
+        tables += section(spec.title, render_table(spec.with_values(costs[:most]), costs[:most]))
     return Group(*map(Text, word_kernels(found)), *tables, "", dim(_kernels_footer(found)))
 
 
@@ -688,7 +674,7 @@ def render_nccl(found: NcclTimes) -> RenderableType:
          "matched", "nccl_ns", "bus_bytes_per_s"),
     ):  # fmt: skip
         if rows:
-            tables += ["", Text(spec.title, style="bold"), render_table(spec, rows, *names)]
+            tables += section(spec.title, render_table(spec, rows, *names))
     notes = [
         f"{row.communicator}, {row.kind.replace('_', '-')}, not matched: {row.reason}."
         for row in found.communicators

@@ -5,8 +5,7 @@ Names from the run are plain text, never rich markup.
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.padding import Padding
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +14,7 @@ from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.verification.verification import Quantity, Verification, VerifiedUnit
 from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio, plural
 from fsdp_inspect.metrics import find_metric
-from fsdp_inspect.report.layout import dim, indented, new_table, section, unit_name
+from fsdp_inspect.report.layout import dim, grouped, indented, new_table, section, unit_name
 from fsdp_inspect.report.wording import format_change, format_error, format_method, format_metric
 from fsdp_inspect.simulation.predictions.ledger import TrackRecord
 from fsdp_inspect.simulation.predictions.records import Estimate, Ruling
@@ -32,22 +31,25 @@ RULINGS = {
 """The outcomes as tables show them."""
 
 
-def render_verification(verification: Verification) -> RenderableType:
+@grouped
+def render_verification(verification: Verification) -> Iterator[RenderableType]:
     """Render whether a prediction held: in a sentence, then by number, then by unit."""
     prediction = verification.prediction
-    parts: list[RenderableType] = [Text(verification.answer, style="bold")]
-    parts += [indented(f"Predicted plan: {prediction.what}.")]
-    parts += [indented(f"Difference in {_difference(each)}") for each in _differences(verification)]
-    parts += [indented(obstacle) for obstacle in verification.obstacles[1:]]
-    parts += [Text(f"caution: {caveat}", style="yellow") for caveat in verification.caveats]
-    parts += section("Predicted and measured", _quantities(verification.quantities))
+    yield Text(verification.answer, style="bold")
+    yield indented(f"Predicted plan: {prediction.what}.")
+    for each in _differences(verification):
+        yield indented(f"Difference in {_difference(each)}")
+    yield from map(indented, verification.obstacles[1:])
+    for caveat in verification.caveats:
+        yield Text(f"caution: {caveat}", style="yellow")
+    yield from section("Predicted and measured", _quantities(verification.quantities))
     if verification.units:
         title = "Exposed time of a step by unit"
         if len(verification.units) > MOST_UNITS:
             title += f" (the first {MOST_UNITS} of {len(verification.units)})"
-        parts += section(title, _units(verification.units[:MOST_UNITS]))
-    parts += ["", *(dim(line) for line in _provenance(verification))]
-    return Group(*parts)
+        yield from section(title, _units(verification.units[:MOST_UNITS]))
+    yield ""
+    yield from map(dim, _provenance(verification))
 
 
 def render_track_record(record: TrackRecord) -> Iterator[RenderableType]:
@@ -80,8 +82,8 @@ def _quantities(quantities: Sequence[Quantity]) -> Table:
         table.add_row(
             find_metric(each.name).label,
             format_metric(each.name, each.baseline),
-            _predicted(each.name, each.predicted),
-            _measured(each),
+            format_metric(each.name, each.predicted.value if each.predicted else None),
+            format_metric(each.name, each.measured),
             format_error(each.error),
             Text(RULINGS[each.ruling] if each.ruling else "", style="dim"),
         )
@@ -90,18 +92,10 @@ def _quantities(quantities: Sequence[Quantity]) -> Table:
     return table
 
 
-def _predicted(name: str, estimate: Estimate | None) -> str:
-    return format_metric(name, estimate.value if estimate else None)
-
-
 def _interval(name: str, estimate: Estimate | None) -> str:
     if estimate is None:
         return ""
     return f"{format_metric(name, estimate.low)} to {format_metric(name, estimate.high)}"
-
-
-def _measured(quantity: Quantity) -> str:
-    return format_metric(quantity.name, quantity.measured)
 
 
 def _range(quantity: Quantity) -> str:
@@ -159,20 +153,18 @@ def _provenance(verification: Verification) -> Iterator[str]:
 _EXPLAINED = (Ruling.DID_NOT_HOLD, Ruling.NOT_COMPARABLE)
 
 
-def render_tuning(tuning: Tuning, next_steps: Sequence[str]) -> RenderableType:
+@grouped
+def render_tuning(tuning: Tuning, next_steps: Sequence[str]) -> Iterator[RenderableType]:
     """Render the result of a session, its plans, and what to do next."""
-    return Group(Text(tuning.answer, style="bold"), *_parts(tuning, next_steps))
-
-
-def _parts(tuning: Tuning, next_steps: Sequence[str]) -> Iterator[RenderableType]:
+    yield Text(tuning.answer, style="bold")
     if not tuning.is_whole:
         yield Text("The session is incomplete: plans without numbers have not run.", style="yellow")
     if tuning.findings:
-        yield from section("Findings", *(_wrapped_line(one.sentence) for one in tuning.findings))
+        yield from section("Findings", *(indented(one.sentence) for one in tuning.findings))
     if tuning.plans:
         yield from section("Step time and peak, predicted and measured", _table(tuning.plans))
-        yield from section("The plans", *(_wrapped_line(line) for line in _plans(tuning.plans)))
-    yield from section("Next", *(_wrapped_line(line) for line in next_steps))
+        yield from section("The plans", *map(indented, _plans(tuning.plans)))
+    yield from section("Next", *map(indented, next_steps))
     yield ""
     yield dim(_tuning_provenance(tuning))
 
@@ -220,8 +212,3 @@ def _tuning_provenance(tuning: Tuning) -> str:
         "10% of the step, or below the spread between runs of one plan, are within noise. "
         f"{tuning.num_held} of {tuning.num_judged} judged predictions held."
     )
-
-
-def _wrapped_line(text: str) -> RenderableType:
-    words = text.lstrip()
-    return Padding(Text(words), (0, 0, 0, 2 + len(text) - len(words)))

@@ -10,9 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
 
 import pyarrow as pa
 
@@ -28,43 +26,6 @@ from fsdp_inspect.store.schema import (
     rank_name,
     rank_numbers,
 )
-
-
-class RunFiles(Protocol):
-    """Read access to one run folder."""
-
-    label: str
-    """The path or URL, for messages."""
-    delay_s: float
-    """The time by which the files of a live run may be older than those of its recorder."""
-
-    def read(self, name: str) -> bytes | None:
-        """All bytes of a file; None if it is missing."""
-        ...
-
-    def read_many(self, names: Sequence[str]) -> list[bytes | UnreadableFileError | None]:
-        """All bytes of each file, in order, or its error; with concurrent requests if faster."""
-        ...
-
-    def open(self, name: str) -> BinaryIO | pa.NativeFile | None:
-        """A file for reading in parts; None if it is missing."""
-        ...
-
-    def folders(self, name: str) -> list[str]:
-        """Names of the folders in a folder."""
-        ...
-
-    def names(self, folder: str) -> frozenset[str] | None:
-        """Names of the files in a folder; None if the files cannot be listed."""
-        ...
-
-    def exists(self, name: str) -> bool:
-        """Whether the file exists."""
-        ...
-
-    def modified_unix_ns(self, name: str) -> int | None:
-        """Time of the last change of a file; None if it is missing or the time is unknown."""
-        ...
 
 
 @contextmanager
@@ -100,6 +61,7 @@ class LocalFiles:
     """A run folder on a local or mounted disk."""
 
     delay_s = 0.0
+    """The time by which the files of a live run may be older than those of its recorder."""
 
     def __init__(self, path: Path, label: str | None = None) -> None:
         """Access the files of a folder.
@@ -166,6 +128,10 @@ class LocalFiles:
         return f"{self.label}/{name}" if name else self.label
 
 
+RunFiles = LocalFiles | RemoteFiles
+"""Read access to one run folder."""
+
+
 def _read_or_error(files: RunFiles, name: str) -> bytes | UnreadableFileError | None:
     try:
         return files.read(name)
@@ -206,29 +172,17 @@ def open_files(path: str | Path, label: str | None = None) -> RunFiles:
 _LIVE_LIFE_S = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """The state of a run's files at one moment."""
-
-    text: str
-    """Changes whenever the run's numbers may change."""
-    is_final: bool
-    """Whether only the files matter. False for a run with live streams: it also changes with the
-    time, because a process that dies changes no file."""
-
-
-def fingerprint_run(path: Path | str, *, is_running: bool = False) -> Fingerprint:
-    """The fingerprint of a run folder, or of a run at a URL.
+def fingerprint_run(path: Path, *, is_running: bool = False) -> str:
+    """The fingerprint of a run folder, which changes whenever the run's numbers may change.
 
     The first rank of the last attempt represents all ranks: its files change while it is recorded,
-    and when it is compacted.
+    and when it is compacted. With live streams it also changes with the time, because a process
+    that dies changes no file.
 
     Args:
-        path: The run folder, or its URL.
+        path: The run folder.
         is_running: Whether the run was running at the last look.
     """
-    if isinstance(path, str):
-        return _fingerprint_url(path, is_running=is_running)
     files = _files_in(path)
     attempt = max(attempt_numbers(files), default=None)
     ranks, tables = {}, {}
@@ -240,19 +194,14 @@ def fingerprint_run(path: Path | str, *, is_running: bool = False) -> Fingerprin
     is_live = is_running or any(name.endswith(LIVE_SUFFIX) for name in tables)
     moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
     state = (moment, sorted(ranks), *files.items(), *tables.items())
-    text = hashlib.sha256(repr(state).encode()).hexdigest()
-    return Fingerprint(text, is_final=not is_live)
+    return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
-def _fingerprint_url(url: str, *, is_running: bool) -> Fingerprint:
-    return fingerprint_extent(RemoteFiles(url).extent(), is_running=is_running)
-
-
-def fingerprint_extent(extent: RemoteExtent, *, is_running: bool) -> Fingerprint:
+def fingerprint_extent(extent: RemoteExtent, *, is_running: bool) -> str:
     """The fingerprint of a run at a URL from the extent of its files."""
     is_live = is_running or extent.has_streams
     moment = int(time.time() / _LIVE_LIFE_S) if is_live else 0
-    return Fingerprint(f"{extent.newest_ns} {extent.num_bytes} {moment}", is_final=not is_live)
+    return f"{extent.newest_ns} {extent.num_bytes} {moment}"
 
 
 def _files_in(folder: Path) -> dict[str, tuple[int, int]]:

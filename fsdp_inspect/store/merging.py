@@ -29,26 +29,11 @@ from fsdp_inspect.store.folder import (
     read_manifest,
     read_rank_record,
 )
-from fsdp_inspect.store.schema import (
-    BLACK_BOX_FILE,
-    COMPACTED_SUFFIX,
-    CRASH_FILE,
-    DESYNC_FILE,
-    LIVE_SUFFIX,
-    MANIFEST_FILE,
-    NUMERICS_FILE,
-    PROBE_FILE,
-    SIGTERM_FILE,
-    STACKS_FILE,
-)
+from fsdp_inspect.store.schema import MANIFEST_FILE, PROBE_FILE
 from fsdp_inspect.store.summary_files import Place
+from fsdp_inspect.store.upload import is_rank_file
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 
-_KEPT_SUFFIXES = (LIVE_SUFFIX, COMPACTED_SUFFIX, ".json")
-_KEPT_NAMES = (
-    *(BLACK_BOX_FILE, DESYNC_FILE, NUMERICS_FILE),
-    *(STACKS_FILE, CRASH_FILE, SIGTERM_FILE),
-)
 _SPARE_BYTES = 64 << 20
 """Free space that compaction may need in addition to the copies."""
 _START_UP_NS = 600 * 10**9
@@ -114,7 +99,7 @@ def merge_runs(
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    world_size = manifest.world_size if manifest else _world_size_of(found)
+    world_size = manifest.world_size if manifest else max(map(_recorded_world_size, found))
     last = max(attempt for attempt, _ in sources)
     return MergeResult(
         path=out,
@@ -241,10 +226,6 @@ def _recorded_world_size(part: _Part) -> int:
     return max(rank for _, rank in part.places) + 1
 
 
-def _world_size_of(parts: Sequence[_Part]) -> int:
-    return max(_recorded_world_size(part) for part in parts)
-
-
 def _choose_sources(parts: Sequence[_Part]) -> tuple[dict[Place, Path], list[Place]]:
     """The folder of each rank, and the ranks that several parts contain."""
     sources: dict[Place, Path] = {}
@@ -321,11 +302,7 @@ def _is_copy(one: Path, other: Path) -> bool:
 
 def _files_of(folder: Path) -> list[Path]:
     """The files of a rank, without temporary files and files of other programs."""
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file() and (path.suffix in _KEPT_SUFFIXES or path.name in _KEPT_NAMES)
-    )
+    return sorted(path for path in folder.iterdir() if path.is_file() and is_rank_file(path.name))
 
 
 def _check_room(out: Path, sources: Mapping[Place, Path]) -> int:

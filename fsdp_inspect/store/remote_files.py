@@ -133,7 +133,7 @@ def is_file_of_run(name: str) -> bool:
 
 
 class RemoteFiles:
-    """A run folder at a URL; implements `store.files.RunFiles`."""
+    """A run folder at a URL, with the methods of `store.files.LocalFiles`."""
 
     delay_s = UPLOAD_DELAY_S
 

@@ -25,7 +25,9 @@ class TableCache:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes = most_bytes
-        self._tables: LRUCache[Hashable, Any] = LRUCache(most_bytes, getsizeof=_size_of)
+        self._tables: LRUCache[Hashable, Any] = LRUCache(
+            most_bytes, getsizeof=lambda table: table.num_bytes
+        )
         self._lock = threading.Lock()
 
     def find(self, *keys: Hashable) -> Any:
@@ -38,7 +40,3 @@ class TableCache:
         if table.num_bytes <= self.most_bytes:
             with self._lock:
                 self._tables[key] = table
-
-
-def _size_of(table: Sized) -> int:
-    return table.num_bytes

@@ -284,6 +284,11 @@ class Unit(Record):
         return self.traits.get(name, same)
 
     @property
+    def order(self) -> float:
+        """The `execution_index`; infinite for a unit that never ran, which sorts last."""
+        return self.execution_index if self.execution_index >= 0 else float("inf")
+
+    @property
     def is_replicated(self) -> bool:
         """Whether every rank keeps all parameters (torch's `replicate`): it has no shard group."""
         return self.shard_group < 0 <= self.replicate_group

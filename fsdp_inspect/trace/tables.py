@@ -5,8 +5,9 @@ recording rank's monotonic clock; `rank.json` maps them to wall time.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from dataclasses import Field, dataclass, fields, replace
+from inspect import get_annotations
+from typing import Any, ClassVar, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,15 @@ class Table:
     """Base of the tables: one-dimensional arrays of equal length."""
 
     DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {}
-    """Column name to numpy dtype, in the order of the file."""
+    """Column name to numpy dtype, in the order of the fields, which is that of the file."""
+
+    def __init_subclass__(cls) -> None:
+        """Read the columns from the fields, such as `step: NDArray[np.int32]`."""
+        if "DTYPES" not in vars(cls):  # `slots=True` makes the class a second time
+            cls.DTYPES = {
+                name: get_args(get_args(annotation)[1])[0]
+                for name, annotation in get_annotations(cls).items()
+            }
 
     def __len__(self) -> int:
         return len(getattr(self, next(iter(self.DTYPES))))
@@ -111,31 +120,29 @@ class Table:
         return type(self)(**{name: getattr(self, name)[low:high] for name in self.DTYPES})
 
 
+class Rows:
+    """Base of data classes of arrays and tables of equal length; other fields describe all rows."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def where(self, mask: NDArray[np.generic]) -> Self:
+        """Select rows by a boolean mask or an index array."""
+        rows = np.flatnonzero(mask) if mask.dtype == bool else mask  # once, not for each column
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(
+            self,
+            **{
+                name: value.where(rows) if isinstance(value, Table) else value[rows]
+                for name, value in values.items()
+                if isinstance(value, Table | np.ndarray)
+            },
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class EventTable(Table):
     """All events of a rank, one row for each. Codes: `trace.codes`."""
-
-    DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
-        "step": np.int32,
-        "microbatch": np.int16,
-        "phase": np.int8,
-        "kind": np.int8,
-        "unit": np.int16,
-        "issued_by": np.int16,
-        "stream": np.int8,
-        "group": np.int16,
-        "dtype": np.int8,
-        "source": np.int8,
-        "method": np.int8,
-        "flags": np.int16,
-        "sequence": np.int64,
-        "collective": np.int64,
-        "bytes": np.int64,
-        "issue_ns": np.int64,
-        "start_ns": np.int64,
-        "end_ns": np.int64,
-        "need_ns": np.int64,
-    }
 
     step: NDArray[np.int32]
     """The step the event belongs to, from 0."""
@@ -182,38 +189,6 @@ class EventTable(Table):
 @dataclass(frozen=True, slots=True)
 class MemoryTable(Table):
     """Memory at the unit boundaries, in bytes, one row for each sample. -1: unknown."""
-
-    DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
-        "step": np.int32,
-        "microbatch": np.int16,
-        "phase": np.int8,
-        "point": np.int8,
-        "unit": np.int16,
-        "parameter": np.int16,
-        "method": np.int8,
-        "time_ns": np.int64,
-        "allocated": np.int64,
-        "reserved": np.int64,
-        "active": np.int64,
-        "peak_allocated": np.int64,
-        "peak_reserved": np.int64,
-        "inactive_split": np.int64,
-        "num_alloc_retries": np.int32,
-        "num_ooms": np.int32,
-        "peak_compute": np.int64,
-        "sharded_parameter": np.int64,
-        "unsharded_parameter": np.int64,
-        "sharded_gradient": np.int64,
-        "unsharded_gradient": np.int64,
-        "optimizer_state": np.int64,
-        "activation": np.int64,
-        "all_gather_buffer": np.int64,
-        "reduce_scatter_buffer": np.int64,
-        "buffer": np.int64,
-        "input": np.int64,
-        "temporary": np.int64,
-        "outside_allocator": np.int64,
-    }
 
     step: NDArray[np.int32]
     microbatch: NDArray[np.int16]
@@ -265,28 +240,6 @@ class MemoryTable(Table):
 class DeviceTable(Table):
     """Load of the device and the host, sampled by a background thread. -1: not available."""
 
-    DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
-        "time_ns": np.int64,
-        "gpu_utilisation_pct": np.int16,
-        "gpu_memory_used": np.int64,
-        "gpu_power_mw": np.int64,
-        "gpu_sm_clock_mhz": np.int32,
-        "nvlink_tx_bytes": np.int64,
-        "nvlink_rx_bytes": np.int64,
-        "pcie_tx_bytes_per_s": np.int64,
-        "pcie_rx_bytes_per_s": np.int64,
-        "process_rss": np.int64,
-        "process_cpu_pct": np.int32,
-        "host_memory_used": np.int64,
-        "host_memory_total": np.int64,
-        "run_delay_ns": np.int64,
-        "gpu_temperature_c": np.int16,
-        "gpu_clock_limits": np.int64,
-        "major_faults": np.int64,
-        "process_swap": np.int64,
-        "package_energy_uj": np.int64,
-    }
-
     time_ns: NDArray[np.int64]
     """Host monotonic time."""
     gpu_utilisation_pct: NDArray[np.int16]
@@ -322,13 +275,6 @@ class DeviceTable(Table):
 class ScalarTable(Table):
     """Numbers that the training loop logs (loss, learning rate), by step."""
 
-    DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
-        "step": np.int32,
-        "name": np.int16,
-        "time_ns": np.int64,
-        "value": np.float64,
-    }
-
     step: NDArray[np.int32]
     name: NDArray[np.int16]
     """Index into the rank record's `scalar_names`."""
@@ -348,22 +294,6 @@ class SummaryTable(Table):
     * Kinds from 130: the memory of the step. See `store.reduction.memory_parts`.
     * Kind 140: the collectives of one process group.
     """
-
-    DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
-        "attempt": np.int16,
-        "rank": np.int32,
-        "step": np.int32,
-        "unit": np.int16,
-        "phase": np.int8,
-        "kind": np.int16,
-        "group": np.int16,
-        "flags": np.int16,
-        "count": np.int32,
-        "bytes": np.int64,
-        "duration_ns": np.int64,
-        "median_ns": np.int64,
-        "exposed_ns": np.int64,
-    }
 
     attempt: NDArray[np.int16]
     rank: NDArray[np.int32]
@@ -395,22 +325,6 @@ class StatisticsTable(Table):
     `store.reduction.run_statistics` computes them from the rows of whole steps. Sums are over the
     typical steps of the rank.
     """
-
-    DTYPES: ClassVar[Mapping[str, type[np.generic]]] = {
-        "attempt": np.int16,
-        "rank": np.int32,
-        "statistic": np.int8,
-        "kind": np.int16,
-        "group": np.int16,
-        "step": np.int32,
-        "flags": np.int16,
-        "num_steps": np.int32,
-        "out_of": np.int32,
-        "count": np.int64,
-        "bytes": np.int64,
-        "duration_ns": np.int64,
-        "exposed_ns": np.int64,
-    }
 
     attempt: NDArray[np.int16]
     rank: NDArray[np.int32]

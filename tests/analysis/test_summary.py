@@ -245,4 +245,4 @@ def test_data_parallel_alone_is_advised_nothing_about_gathers():
     rank.all_reduce(None, 10, 95, need=15)
     verdict = measure_summary(builder.build()).verdict
     assert verdict.limit is Limit.COMMUNICATION
-    assert verdict.next_steps == (FIND_CALL,)
+    assert verdict.next_steps == (FIND_CALL.format(" (a norm, a metric)"),)

@@ -60,10 +60,10 @@ def builder(tmp_path, monkeypatch):
 def test_a_forecast_reports_what_it_does(invoke, tmp_path):
     said: list[str] = []
     settings = {"preset": "tiny", "num_layers": 1, "seq_len": 16}
-    with forecaster.start_forecaster(
-        forecaster.TRAINER, settings, gpus_per_node=8, device_type="cuda"
-    ) as started:
-        run = started.forecast(tmp_path / "run", 2, {}, said.append)
+    with forecaster.make_forecasts(
+        forecaster.TRAINER, settings, name="tiny", gpus_per_node=8
+    ) as maker:
+        run = maker.forecast(tmp_path / "run", 2, {}, said.append)
 
     assert run.manifest.world_size == 2
     assert said == ["building the model", "step 1 of 2", "step 2 of 2"]

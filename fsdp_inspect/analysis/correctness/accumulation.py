@@ -58,7 +58,7 @@ def _fault(
 ) -> TrainingFault:
     ranks = tuple(sorted(rounds))
     return TrainingFault(
-        TrainingCheck.ACCUMULATION, ranks, is_certain, sentence, why, change, place
+        TrainingCheck.ACCUMULATION, ranks, sentence, why, change, place, is_certain=is_certain
     )
 
 
@@ -228,7 +228,6 @@ def _short_windows(observed: Observed) -> Iterator[TrainingFault]:
     yield TrainingFault(
         TrainingCheck.ACCUMULATION,
         ranks,
-        False,
         f"The last update of an epoch is {times:.3g} times too small.",
         f"In step {short.step}, the data ended after "
         f"{plural(short.num_backwards, 'microbatch', 'microbatches')}, and the update scales their "

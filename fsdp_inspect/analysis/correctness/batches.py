@@ -97,7 +97,6 @@ def _find_alike(
             return TrainingFault(
                 TrainingCheck.BATCHES,
                 tuple(sorted(ranks)),
-                False,
                 f"{who} read the same batches.",
                 f"The sampled values of {plural(length, 'batch', 'batches')}{where} are equal "
                 f"on {format_ranks(sorted(ranks))}, and {len(set(digests))} of these batches "
@@ -125,7 +124,6 @@ def _same_order(observed: Observed) -> Iterator[TrainingFault]:
         yield TrainingFault(
             TrainingCheck.BATCHES,
             tuple(sorted(ranks)),
-            False,
             "Two epochs read the batches in the same order.",
             f"On {format_ranks(sorted(ranks))}, two passes over the data in a row begin with the "
             "same batches, although their sampler shuffles.",

@@ -48,7 +48,6 @@ def check_clipping(observed: Observed) -> Iterator[TrainingFault]:
         yield TrainingFault(
             TrainingCheck.CLIPPING,
             tuple(ranks),
-            False,
             "Each rank clips its gradients by a norm of its own.",
             f"In {len(wrong)} of {plural(len(rounds), 'update')}, {format_ranks(ranks)} scaled "
             f"all sampled gradients by different factors after the backward, such as {shown}. One "
@@ -82,12 +81,12 @@ def _wrong_calls(observed: Observed) -> Iterator[TrainingFault]:
             yield TrainingFault(
                 TrainingCheck.CLIPPING,
                 ranks,
-                wording.is_certain,
                 wording.sentence,
                 wording.why.format(found[ranks[0]], by_rank[ranks[0]].limit)
                 + " Only the first updates were looked at.",
                 wording.change,
                 place,
+                is_certain=wording.is_certain,
             )
             return
 

@@ -58,7 +58,6 @@ def _fault(observed: Observed, seen: _Seen, sentence: str, why: str, change: str
     return TrainingFault(
         TrainingCheck.PARAMETERS,
         tuple(sorted(seen)),
-        False,
         sentence,
         why,
         change,

@@ -42,7 +42,6 @@ class TrainingFault:
     check: TrainingCheck
     ranks: tuple[int, ...]
     """The ranks that show it."""
-    is_certain: bool
     sentence: str
     """The fault in at most 12 words."""
     why: str
@@ -51,6 +50,7 @@ class TrainingFault:
     """What to change."""
     place: str = ""
     """The user's line, `file:line`; empty: unknown."""
+    is_certain: bool = False
     is_note: bool = False
     """Whether it may well be intended, and costs little: the run is healthy all the same."""
 

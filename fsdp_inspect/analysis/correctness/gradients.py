@@ -116,7 +116,6 @@ def _no_longer_reduced(observed: Observed, late: Holders, first: int) -> Trainin
     return TrainingFault(
         TrainingCheck.GRADIENTS,
         tuple(ranks),
-        False,
         "The ranks no longer combine their gradients: each trains alone.",
         f"Until step {steps[first - 1]}, {late.parameter.name} and its sampled gradients were "
         f"equal on {format_ranks(ranks)}. In each of {num} from step {steps[first]} on, both "
@@ -152,7 +151,6 @@ def _not_reduced(observed: Observed, apart: Sequence[Holders]) -> TrainingFault:
     return TrainingFault(
         TrainingCheck.GRADIENTS,
         tuple(ranks),
-        False,
         sentence,
         f"In each of {plural(first.num_updates, 'update')}, the gradients of {parameter.name}"
         f"{others} differ between {format_ranks(ranks)}{began}: the sampled norms are {norms} in "
@@ -234,7 +232,6 @@ def _check_without(observed: Observed) -> Iterator[TrainingFault]:
     yield TrainingFault(
         TrainingCheck.GRADIENTS,
         tuple(sorted(without)),
-        is_off,
         "No backward reduces gradients: the optimizer updates nothing."
         if is_off
         else "No gradient reaches the optimizer.",
@@ -243,6 +240,7 @@ def _check_without(observed: Observed) -> Iterator[TrainingFault]:
         f"{'. The reduction was off in' if is_off else ', in spite of'} the backwards before them.",
         _REDUCE if is_off else _REACH,
         first.place,
+        is_certain=is_off,
     )
 
 
@@ -270,7 +268,6 @@ def _check_zero(observed: Observed) -> Iterator[TrainingFault]:
     yield TrainingFault(
         TrainingCheck.GRADIENTS,
         tuple(sorted(observed.seen)),
-        False,
         "All sampled gradients are 0 before each update.",
         f"In each of {plural(len(first.updates), 'update')} that were looked at, the sampled "
         f"gradients of {plural(len(first.parameters), 'parameter')} are exactly 0. After "
@@ -322,7 +319,6 @@ def _check_twice(observed: Observed) -> Iterator[TrainingFault]:
         yield TrainingFault(
             TrainingCheck.GRADIENTS,
             tuple(sorted(seen)),
-            True,
             "Gradient shards are reduced twice: all ranks hold equal ones.",
             f"The sampled gradients of {equal[0]} and of "
             f"{plural(len(equal) - 1, 'other parameter')} are equal on "
@@ -330,6 +326,7 @@ def _check_twice(observed: Observed) -> Iterator[TrainingFault]:
             "another part of them: a second reduction mixed the parts.",
             f"Remove the all-reduce of gradients from the loop: {title} has reduced them.",
             first.backward_place,
+            is_certain=True,
         )
 
 

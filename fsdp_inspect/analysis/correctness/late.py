@@ -70,7 +70,6 @@ def check_late(observed: Observed) -> Iterator[TrainingFault]:
             yield TrainingFault(
                 check,
                 tuple(sorted(found)),
-                False,
                 sentence,
                 why.format(number, first.since),
                 change,

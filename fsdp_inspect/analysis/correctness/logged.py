@@ -51,7 +51,6 @@ def check_logged(observed: Observed) -> Iterator[TrainingFault]:
         yield TrainingFault(
             TrainingCheck.LOGGED,
             tuple(sorted(ranks)),
-            False,
             f"{name} is the norm of each rank's own gradients.",
             f"In each of {plural(len(steps), 'step')}, {format_ranks(sorted(ranks))} logged "
             f"different values, such as {shown} in step {steps[0]}. The norm of the whole "
@@ -101,7 +100,6 @@ def _own_loss(observed: Observed) -> Iterator[TrainingFault]:
             yield TrainingFault(
                 TrainingCheck.LOGGED,
                 (rank,),
-                False,
                 f"{name} is the loss of rank {rank} only.",
                 f"In each of {plural(len(steps), 'step')}, the logged value is the loss that this "
                 f"rank's backward began from. In step {step}, the losses of the ranks are {shown}.",

@@ -39,7 +39,6 @@ def _left_on(ranks: tuple[int, ...], seen: ModeSeen) -> TrainingFault:
     return TrainingFault(
         TrainingCheck.MODE,
         ranks,
-        False,
         f"The model trains in evaluation mode since step {seen.since}.",
         f"In each update from step {seen.since} on, {_describe(seen)}. Before, this was not so.",
         "Call model.train() after each evaluation. If this is meant, ignore this.",
@@ -50,7 +49,6 @@ def _never_off(ranks: tuple[int, ...], seen: ModeSeen) -> TrainingFault:
     return TrainingFault(
         TrainingCheck.MODE,
         ranks,
-        False,
         "The model trains in evaluation mode.",
         f"In each update, {_describe(seen)}.",
         "Call model.train() before the first update: from_pretrained() returns models in "

@@ -45,7 +45,6 @@ def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
     yield TrainingFault(
         TrainingCheck.OPTIMIZER,
         tuple(sorted(stale)),
-        is_old,
         "The optimizer updates no parameter of the model.",
         f"None of its {plural(optimizer.num_tensors, 'tensor')} is a parameter of the model or had "
         f"a gradient in {plural(optimizer.num_steps, 'update')}, while "
@@ -53,6 +52,7 @@ def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
         f"{origin}",
         "Create the optimizer from the parameters of the model that trains, after it is sharded.",
         optimizer.place,
+        is_certain=is_old,
     )
 
 

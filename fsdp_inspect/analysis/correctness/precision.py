@@ -80,7 +80,6 @@ def check_precision(observed: Observed) -> Iterator[TrainingFault]:
     yield TrainingFault(
         TrainingCheck.PRECISION,
         tuple(sorted(wrong)),
-        False,
         f"{format_ratio(max(wrong.values()))} of the updates change no stored parameter.",
         f"On {format_ranks(sorted(wrong))}, the sampled values of "
         f"{plural(len(seen.parameters), 'parameter')} with a gradient were mostly the same after "
@@ -125,7 +124,6 @@ def _autocast(observed: Observed) -> TrainingFault | None:
     return TrainingFault(
         TrainingCheck.PRECISION,
         tuple(ranks),
-        False,
         f"Autocast to {other} casts parameters that are gathered in {own}.",
         f"The units gather their parameters in {own}, and the forward runs in an autocast region "
         f"of {other}. Each value is rounded to both: it has the range of float16 and the precision "
@@ -154,7 +152,6 @@ def _loss_dtype(observed: Observed) -> TrainingFault | None:
     return TrainingFault(
         TrainingCheck.PRECISION,
         tuple(sorted(wrong)),
-        False,
         f"The loss is computed in {first.dtype}.",
         f"The result of cross_entropy has this dtype.{steps}",
         "Convert the logits before the loss: logits.float().",
@@ -182,7 +179,6 @@ def _reduction(observed: Observed) -> TrainingFault | None:
     return TrainingFault(
         TrainingCheck.PRECISION,
         tuple(sorted(observed.seen)),
-        False,
         f"Gradients are reduced in bfloat16 over {num} ranks.",
         f"{plural(len(found), 'unit')} of {len(manifest.units)} add up the gradients of {num} "
         "ranks in bfloat16, which keeps 8 bits of each partial sum.",
@@ -209,7 +205,6 @@ def _frozen(observed: Observed) -> TrainingFault | None:
     return TrainingFault(
         TrainingCheck.PRECISION,
         tuple(sorted(observed.seen)),
-        False,
         "Frozen parameters are stored in float32.",
         f"{format_count(num)} frozen parameters compute in {found[0].param_dtype}, and nothing "
         f"updates their float32 values: they take {format_bytes(num_bytes)} more over all ranks.",

@@ -34,7 +34,6 @@ def check_random(observed: Observed) -> Iterator[TrainingFault]:
             yield TrainingFault(
                 TrainingCheck.RANDOM,
                 tuple(ranks),
-                False,
                 f"{capitalize(format_ranks(ranks))} draw the same random numbers.",
                 f"In {plural(len(rounds), 'step')}, the random states of these ranks are equal "
                 "before the forward, which draws from them: their dropout masks agree.",
@@ -49,7 +48,6 @@ def check_random(observed: Observed) -> Iterator[TrainingFault]:
             yield TrainingFault(
                 TrainingCheck.RANDOM,
                 tuple(ranks),
-                False,
                 f"Tensor-parallel {format_ranks(ranks)} draw different random numbers.",
                 f"In {plural(len(rounds), 'step')}, the random states of these ranks differ before "
                 "the forward, which draws from them. Dropout of an activation that all of them "

@@ -52,13 +52,13 @@ def _differ_first(replicas: Sequence[Holders]) -> Iterator[TrainingFault]:
     yield TrainingFault(
         TrainingCheck.REPLICAS,
         tuple(ranks),
-        True,
         "Replicas of the model start from different values.",
         f"Before the first sampled update, {wrong[0].parameter.name} differs between "
         f"{format_ranks(ranks)}, which keep replicas of it: the sampled norms are {norms}. Equal "
         "gradients keep the difference forever.",
         "Start all replicas from equal values: set one seed before the model is made, load one "
         "checkpoint, or broadcast the parameters from one rank.",
+        is_certain=True,
     )
 
 
@@ -77,7 +77,6 @@ def _drift(replicas: Sequence[Holders]) -> Iterator[TrainingFault]:
         yield TrainingFault(
             TrainingCheck.REPLICAS,
             tuple(ranks),
-            False,
             "Replicas of the model drift apart.",
             f"{each.parameter.name} was equal on {format_ranks(ranks)} before the update of step "
             f"{steps[first - 1].step}, and differs before each of "
@@ -107,7 +106,6 @@ def _rates_differ(observed: Observed) -> TrainingFault | None:
         return TrainingFault(
             TrainingCheck.REPLICAS,
             tuple(known),
-            False,
             "The learning rate differs between the ranks.",
             f"In {sum(wrong)} of {plural(len(wrong), 'step')}, {format_ranks(sorted(known))} "
             f"used different learning rates, such as {shown} in step {steps[-1]}, although they "
@@ -146,7 +144,6 @@ def _buffers_differ(observed: Observed) -> Iterator[TrainingFault]:
         yield TrainingFault(
             TrainingCheck.REPLICAS,
             tuple(ranks),
-            False,
             f"{plural(len(wrong), 'buffer')} of the model {'has' if len(wrong) == 1 else 'have'} "
             "different values on the ranks.",
             f"{wrong[0]}{more} differ between {format_ranks(ranks)}, and each rank keeps "

@@ -54,7 +54,6 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
             yield TrainingFault(
                 TrainingCheck.RESUME,
                 ranks,
-                False,
                 "The resumed training starts from its first values again.",
                 "Before its first update, the sampled parameters hold the values with which the "
                 "first attempt began, although an attempt before saved a checkpoint after up to "
@@ -71,7 +70,6 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
         yield TrainingFault(
             TrainingCheck.RESUME,
             ranks,
-            False,
             "The resumed optimizer starts without its state.",
             "The parameters continue, but the optimizer had no state before its first update and "
             "had state after it: its averages of the gradients are lost.",
@@ -87,7 +85,6 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
         yield TrainingFault(
             TrainingCheck.RESUME,
             ranks,
-            False,
             "The resumed training starts its learning rate schedule again.",
             f"The parameters continue, but the first learning rates are those of the first "
             f"attempt: {shown}.",
@@ -105,7 +102,6 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
         yield TrainingFault(
             TrainingCheck.RESUME,
             ranks,
-            False,
             "The resumed training reads the same data again.",
             f"The parameters continue, but the first {plural(num, 'batch', 'batches')} are those "
             "of the first attempt, which had not ended a pass over its data.",
@@ -128,7 +124,6 @@ def _loss_rises(observed: Observed, ranks: tuple[int, ...]) -> Iterator[Training
     yield TrainingFault(
         TrainingCheck.RESUME,
         ranks,
-        False,
         "The loss is higher after the resume than before it.",
         f"The first {len(first)} values of {now.name} are {shown}, and the last {len(last)} of the "
         f"attempt before are between {min(last):.4g} and {max(last):.4g}. The sampled parameters "
@@ -150,7 +145,6 @@ def _parts_from_the_start(
     yield TrainingFault(
         TrainingCheck.RESUME,
         tuple(sorted(pairs)),
-        False,
         "A part of the resumed model keeps its first values.",
         f"Before the first update, {listed(names, 3)} {'holds' if len(names) == 1 else 'hold'} the "
         "values with which the first attempt began and which it then changed. The other sampled "

@@ -74,7 +74,6 @@ def _summed_again(observed: Observed, holders: Sequence[Holders]) -> TrainingFau
         return TrainingFault(
             TrainingCheck.GRADIENTS,
             tuple(sorted(each.updates)),
-            False,
             f"Gradients are reduced twice: they are {num_ranks} times the mean.",
             f"In {plural(num, 'update')}, the gradient of {each.parameter.name} is equal on "
             f"{format_ranks(sorted(each.updates))} after the backward, and {num_ranks} times as "
@@ -105,7 +104,6 @@ def _summed_by_hand(observed: Observed, holders: Sequence[Holders]) -> Iterator[
         yield TrainingFault(
             TrainingCheck.GRADIENTS,
             tuple(sorted(each.updates)),
-            False,
             f"The loop adds the gradients of {num_ranks} ranks, without a mean.",
             f"In {plural(num, 'update')}, the gradient of {each.parameter.name} is the sum of "
             f"those that {format_ranks(sorted(each.updates))} have after the backward, and each "
@@ -161,7 +159,6 @@ def _divided_by_another(observed: Observed, ranks: Sequence[int]) -> Iterator[Tr
     yield TrainingFault(
         TrainingCheck.GRADIENTS,
         tuple(ranks),
-        False,
         f"Gradients are {times:.3g} times the mean over the ranks.",
         f"The script makes FSDP divide the sum over {len(ranks)} ranks by {factor:g}, and each "
         "rank's loss is a mean over its own batch.",
@@ -196,7 +193,6 @@ def _divided_twice(
     yield TrainingFault(
         TrainingCheck.GRADIENTS,
         tuple(ranks),
-        False,
         f"Gradients are divided by the {len(ranks)} ranks twice.",
         f"{what} by {len(ranks)}, the number of ranks, and the backward averages the gradients "
         "over them already.",

@@ -102,10 +102,10 @@ def _describe(
     return TrainingFault(
         TrainingCheck.PARAMETERS,
         (rank,),
-        True,
         f"{plural(len(wrong), 'unit')} {verb} with parameters from before their change.",
         f"Around {count} of {plural(num_looks, 'backward')}, {name}{more} {was} unsharded with "
         f"values from before a change of {its} shards, and {its} forwards do not gather the new "
         f"ones. {because}",
         change,
+        is_certain=True,
     )

@@ -60,7 +60,6 @@ def check_loss(observed: Observed) -> Iterator[TrainingFault]:
     yield TrainingFault(
         TrainingCheck.LOSS,
         (heavy,) if is_named else tuple(sorted(set(heaviest))),
-        False,
         f"Tokens {where} weigh up to {_ratio_of(losses):.1f} times as much.",
         f"Each rank takes the mean over its own tokens: in step {losses[heavy].step}, "
         f"{losses[light].num_tokens} on rank {light} and {losses[heavy].num_tokens} on rank "

@@ -51,13 +51,13 @@ def check_finite(observed: Observed) -> Iterator[TrainingFault]:
     yield TrainingFault(
         TrainingCheck.VALUES,
         tuple(sorted(wrong)) or (first.ranks if first is not None else ()),
-        was_finite,
         "Parameters are not finite.",
         " ".join(parts),
         "Start again from the last checkpoint before, with --numerics-every 1 "
         "(numerics_every=1): it finds the step, the unit and the rank."
         f"{'' if was_finite else _BY_DESIGN}",
         min(losses)[1] if losses else "",
+        is_certain=was_finite,
     )
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from fsdp_inspect.columns import TableSpec, text_column, value_column
-from fsdp_inspect.formatting import format_category, format_unit
+from fsdp_inspect.formatting import format_category, format_owner
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.store.reduction.memory_parts import samples_of
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
@@ -35,7 +35,7 @@ class LiveRow:
     @property
     def unit(self) -> str:
         """The owner's name."""
-        return "(no unit)" if self.fqn is None else format_unit(self.fqn)
+        return format_owner(self.fqn)
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Live memory by unit, category and line",

@@ -19,8 +19,16 @@ from fsdp_inspect.analysis.memory.growth import (
 from fsdp_inspect.analysis.memory.peak import Memory, OwnerBytes, RankMemory, measure_memory
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction, predict_reserved
 from fsdp_inspect.analysis.memory.sharding_worth import WholeMemory, measure_whole_memory
-from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
+from fsdp_inspect.columns import (
+    TableSpec,
+    metric_column,
+    number_column,
+    text_column,
+    unit_column,
+    value_column,
+)
 from fsdp_inspect.formatting import format_category, format_owner, format_unit
+from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import MemoryCategory
 from fsdp_inspect.trace.run import RunSource
@@ -63,7 +71,7 @@ class MemoryOverview(TableResult):
         (
             unit_column(
                 "The unit that allocated the storages.",
-                lambda owner: format_owner(owner.fqn, None),
+                lambda owner: format_owner(owner.fqn),
             ),
             metric_column("bytes", metric="peak_allocated_bytes", label="at the peak"),
             text_column(
@@ -102,12 +110,17 @@ class MemoryOverview(TableResult):
         "Highest readings by position",
         (
             unit_column(
-                "The unit that runs at the reading.",
+                "The innermost unit on the host's stack.",
                 lambda row: "(outside units)" if row.fqn is None else format_unit(row.fqn),
             ),
-            text_column("phase", "The phase of the step."),
-            number_column("step", "The step of the reading."),
-            metric_column("bytes", metric="peak_allocated_bytes", label="allocated"),
+            text_column("phase", "The part of the step."),
+            number_column("step", "The step of the highest reading."),
+            value_column(
+                "bytes",
+                MetricUnit.BYTES,
+                "The highest allocated memory at this position, over all steps.",
+                label="allocated",
+            ),
         ),
     )
     """The columns of `memory.positions`."""
@@ -119,6 +132,7 @@ class MemoryOverview(TableResult):
             metric_column("peak_reserved_bytes"),
             metric_column("resting_bytes"),
             metric_column("step_adds_bytes"),
+            value_column("device_bytes", MetricUnit.BYTES, "Memory of the device.", label="device"),
             metric_column("device_ratio"),
             metric_column("headroom_bytes"),
             text_column(

@@ -16,16 +16,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from fsdp_inspect.analysis.step_selection import select_steps
+from fsdp_inspect.analysis.step_selection import find_record, select_steps
 from fsdp_inspect.columns import (
     TableSpec,
-    metric_column,
     number_column,
-    text_column,
     value_column,
 )
-from fsdp_inspect.errors import IncompleteRunError, StoreError
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.statistics import median
 from fsdp_inspect.store.reduction.memory_parts import (
@@ -97,25 +94,6 @@ class PositionBytes:
     """The step of that reading."""
     bytes: int
 
-    TABLE: ClassVar[TableSpec] = TableSpec(
-        "Highest readings by position",
-        (
-            text_column(
-                "unit",
-                "The innermost unit on the host's stack.",
-                lambda position: "(no unit)" if position.fqn is None else format_unit(position.fqn),
-            ),
-            text_column("phase", "The part of the step."),
-            number_column("step", "The step of the highest reading."),
-            value_column(
-                "bytes",
-                MetricUnit.BYTES,
-                "The highest allocated memory at this position, over all steps.",
-                label="allocated",
-            ),
-        ),
-    )
-
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
@@ -142,19 +120,6 @@ class RankMemory:
         if self.peak_reserved_bytes is None or self.device_bytes is None:
             return None
         return max(self.device_bytes - self.peak_reserved_bytes, 0)
-
-    TABLE: ClassVar[TableSpec] = TableSpec(
-        "Memory by rank",
-        (
-            number_column("rank", "The rank."),
-            metric_column("peak_allocated_bytes"),
-            metric_column("peak_reserved_bytes"),
-            metric_column("resting_bytes"),
-            metric_column("step_adds_bytes"),
-            value_column("device_bytes", MetricUnit.BYTES, "Memory of the device.", label="device"),
-            metric_column("headroom_bytes"),
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +227,7 @@ def measure_memory(run: RunSource, *, rank: int | None = None, with_warmup: bool
         key=lambda row: row.peak_allocated_bytes or 0,
         default=None,
     )
-    shown = (top.rank if top else None) if rank is None else _existing(run, rank)
+    shown = (top.rank if top else None) if rank is None else find_record(run, rank).rank
     table, unreadable = _read(run, shown)
     table = table.where(~np.isin(table.step, left_out))
     peak = _find_peak(run, shown, table) if shown is not None else None
@@ -284,16 +249,6 @@ def measure_memory(run: RunSource, *, rank: int | None = None, with_warmup: bool
         phases=() if peak is None else _find_phases(run, peak, table),
         resting=None if peak is None else _find_resting(run, peak, table),
     )
-
-
-def _existing(run: RunSource, rank: int) -> int:
-    known = [record.rank for record in run.ranks]
-    if rank not in known:
-        raise IncompleteRunError(
-            f"Rank {rank} not found in run {run.manifest.run_id!r}. The run has {len(known)} "
-            f"ranks, {min(known, default=0)} to {max(known, default=0)}. Choose one of them."
-        )
-    return rank
 
 
 def _read(run: RunSource, rank: int | None) -> tuple[MemoryTable, tuple[str, ...]]:
@@ -362,17 +317,14 @@ def _by_step(rows: SummaryTable) -> dict[int, int]:
 
 
 def _spread(ranks: Iterable[RankMemory]) -> RankSpread | None:
-    known = sorted((row.peak_allocated_bytes or 0, row.rank) for row in ranks if _knows_peak(row))
+    peaks = ((row.peak_allocated_bytes, row.rank) for row in ranks)
+    known = sorted((peak, rank) for peak, rank in peaks if peak is not None)
     if len(known) < 2:
         return None
     (lowest, lowest_rank), (highest, highest_rank) = known[0], known[-1]
     middle = median([amount for amount, _ in known])
     assert middle is not None
     return RankSpread(lowest, lowest_rank, middle, highest, highest_rank, len(known))
-
-
-def _knows_peak(row: RankMemory) -> bool:
-    return row.peak_allocated_bytes is not None
 
 
 def _find_failed(records: Iterable[RankRecord], shown: int | None) -> FailedRequest | None:

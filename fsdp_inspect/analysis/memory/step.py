@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.errors import IncompleteRunError
+from fsdp_inspect.analysis.step_selection import find_record
 from fsdp_inspect.store.reduction.memory_parts import UNATTRIBUTED, highest_allocated, samples_of
 from fsdp_inspect.trace.codes import DETAILS, NO_UNIT, MemoryCategory, MemoryPoint, Phase
-from fsdp_inspect.trace.run import RankRecord, RunSource
+from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
 
 _LEAST_COMPOSED = 2
@@ -108,7 +108,7 @@ def measure_step_memory(run: RunSource, *, rank: int, step: int | None = None) -
         IncompleteRunError: The run has no data of the rank.
         StoreError: The samples of the rank cannot be read.
     """
-    record = _find_record(run, rank)
+    record = find_record(run, rank)
     table = run.memory(rank)
     readings = samples_of(table, record.memory_from)
     readings = readings.where(readings.allocated != MISSING_INT)
@@ -135,16 +135,6 @@ def measure_step_memory(run: RunSource, *, rank: int, step: int | None = None) -
         units=_stretches([fqns.get(unit) for unit in own.unit.tolist()], own.time_ns - start_ns),
         peak=listed[int(np.lexsort((-own.time_ns, own.allocated, own_highest))[-1])],
     )
-
-
-def _find_record(run: RunSource, rank: int) -> RankRecord:
-    record = next((one for one in run.ranks if one.rank == rank), None)
-    if record is None:
-        raise IncompleteRunError(
-            f"Rank {rank} not found in run {run.manifest.run_id!r}. The run has "
-            f"{len(run.ranks)} ranks. Choose one of them."
-        )
-    return record
 
 
 def _choose_step(

@@ -24,7 +24,7 @@ from fsdp_inspect.analysis.shared_collectives import (
 )
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.run import RunSource
-from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.trace.tables import EventTable, Rows
 
 _Int64 = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).min
@@ -33,7 +33,7 @@ _UNKNOWN_DURATION = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
+class Arrivals(Rows):
     """The C collectives that at least two of R ranks recorded, in the order of their keys."""
 
     ranks: tuple[int, ...]
@@ -56,18 +56,6 @@ class Arrivals:
     def aligned(self) -> "Arrivals":
         """Return the collectives with a known arrival of at least two ranks."""
         return self.where((self.arrival_ns != NEVER).sum(axis=1) > 1)
-
-    def where(self, mask: NDArray[np.generic]) -> "Arrivals":
-        """Return the collectives that a mask or an index array selects."""
-        return Arrivals(
-            self.ranks,
-            self.rows.where(mask),
-            self.arrival_ns[mask],
-            self.transfer_ns[mask],
-            self.shortest[mask],
-            self.spread_ns[mask],
-            self.took_part[mask],
-        )
 
     def first_ns(self) -> _Int64:
         """Return the arrival of the first rank, shape (C,). Requires collectives of `aligned()`."""
@@ -166,16 +154,11 @@ def find_arrivals(
 
 
 @dataclass(frozen=True, slots=True)
-class _RankPart:
+class _RankPart(Rows):
     key: _Int64
     arrival_ns: _Int64
     duration_ns: _Int64
     rows: EventTable
-
-    def where(self, mask: NDArray[np.bool_]) -> "_RankPart":
-        return _RankPart(
-            self.key[mask], self.arrival_ns[mask], self.duration_ns[mask], self.rows.where(mask)
-        )
 
 
 def _of_rank(

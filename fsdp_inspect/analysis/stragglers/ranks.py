@@ -210,20 +210,20 @@ class CollectiveSkew:
             text_column("dimension", "The dimension of the mesh."),
             metric_column("bytes", lambda row: row.bytes if row.bytes >= 0 else None),
             number_column("num_ranks", "Ranks of the process group.", label="ranks"),
-            number_column("num_collectives", "Sampled collectives.", label="count"),
+            number_column("num_collectives", "Sampled collectives.", label="n"),
             metric_column("skew_ns"),
             value_column(
                 "skew_p90_ns",
                 MetricUnit.NS,
                 "The skew that 90% of the collectives do not exceed.",
-                label="skew, p90",
+                label="p90",
             ),
             metric_column("transfer_ns"),
             value_column(
                 "bus_bytes_per_s",
                 MetricUnit.BYTES_PER_S,
                 "Bus bandwidth of the transfer.",
-                label="bus bandwidth",
+                label="bus",
             ),
         ),
     )
@@ -292,22 +292,7 @@ class Ranks(TableResult):
     """The columns of `ranks` for their dimensions."""
     WAITS: ClassVar[TableSpec] = DimensionWait.TABLE
     """The columns of `dimension_waits`."""
-    SKEWS: ClassVar[TableSpec] = TableSpec(
-        "Skew of the collectives",
-        (
-            text_column(
-                "collective", "The kind of collective.", lambda row: row.kind.replace("_", "-")
-            ),
-            text_column("dimension", "The dimension of the mesh."),
-            metric_column("bytes", lambda row: row.bytes if row.bytes >= 0 else None),
-            number_column("num_ranks", "The ranks that take part.", label="ranks"),
-            number_column("num_collectives", "The sampled collectives.", label="n"),
-            metric_column("skew_ns"),
-            metric_column("skew_p90_ns", metric="skew_ns", label="p90"),
-            metric_column("transfer_ns"),
-            metric_column("bus_bytes_per_s", label="bus"),
-        ),
-    )
+    SKEWS: ClassVar[TableSpec] = CollectiveSkew.TABLE
     """The columns of `skews`."""
 
     def rows(self) -> Sequence[RankRow]:

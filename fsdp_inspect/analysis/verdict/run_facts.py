@@ -42,7 +42,7 @@ from fsdp_inspect.analysis.verdict.facts import OVERSIZED_RATIO
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.statistics import median
-from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, Phase, StepPart
+from fsdp_inspect.trace.codes import PARTS_OF_STEP, EventKind, Phase, StepPart
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, SharderTraits, traits_of
 
@@ -156,10 +156,7 @@ def _facts_of_run(answers: Answers, facts: StepFacts, step: StepBreakdown) -> St
     blocks_host = answers.provenance is not None and answers.provenance.blocks_host
     return replace(
         facts,
-        exposed_by_kind_ns={
-            part.label.removeprefix("exposed_"): step.duration_ns(part)
-            for part in sorted(EXPOSED_PART_CODES)
-        },
+        exposed_by_kind_ns=step.exposed_by_kind_ns,
         causes_ns=exposed.causes_ns if exposed else {},
         backward_gathers_ns=exposed.backward_gathers_ns if exposed else 0,
         top=_top_owner(exposed, with_floor=blocks_host or facts.is_unwrapped) if exposed else None,

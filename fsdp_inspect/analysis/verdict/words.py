@@ -70,10 +70,12 @@ NOT_TRAINING = (
     "Profile a training step for advice."
 )
 """The only next step about a trace of inference."""
-FIND_CALL = (
-    "Find its call (full_tensor(), a norm, a metric): `fsdp-inspect show RUN exposed` shows its "
-    "kind and phase."
-)
+FIND_CALL = "Find its call{}: `fsdp-inspect show RUN exposed` shows its kind and phase."
+"""What to do about a collective whose line is unknown, with the calls that often issue one."""
+_CALLS_OF = {
+    "all_gather": " (full_tensor(), a metric)",
+    "all_reduce": " (a norm, a metric)",
+}
 
 FEWER_CALLS = (
     "Issue such collectives less often, in fewer and larger messages, or compute with the local "
@@ -606,7 +608,7 @@ def describe_other_part(part: OtherPart) -> tuple[str, str]:
     if part.dimension in _DIMENSIONS:
         return _DIMENSIONS[part.dimension]
     if part.dimension not in _LOOP_DIMENSIONS:
-        return f"the mesh dimension {part.dimension!r}", FIND_CALL
+        return f"the mesh dimension {part.dimension!r}", _advise_call(part)
     if part.phase == Phase.OPTIMIZER.label and part.kind in _OF_OPTIMIZERS:
         return (
             "the optimizer",
@@ -621,7 +623,11 @@ def describe_other_part(part: OtherPart) -> tuple[str, str]:
         )
     if part.phase == Phase.DATA.label:
         return "data loading", "Let each rank read its own batch, or fetch the next batch earlier."
-    return "the training loop", FEWER_CALLS if part.place else FIND_CALL
+    return "the training loop", FEWER_CALLS if part.place else _advise_call(part)
+
+
+def _advise_call(part: OtherPart) -> str:
+    return FIND_CALL.format(_CALLS_OF.get(part.kind, ""))
 
 
 def _where(part: OtherPart) -> str:

@@ -53,12 +53,21 @@ class Tracker(Protocol):
         """Write pending numbers, and end the tracker's run unless the user began it."""
 
 
-class WeightsAndBiases:
-    """Logs to `wandb.run`, or to a run of its own."""
+class _RunTracker:
+    """A tracker with a run, which `close` ends unless the user began it."""
 
     def __init__(self) -> None:
         self._run: Any = None
         self._is_own = False
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        if self._is_own and self._run is not None:
+            self._run.finish()
+
+
+class WeightsAndBiases(_RunTracker):
+    """Logs to `wandb.run`, or to a run of its own."""
 
     def attach(self) -> None:
         """See `Tracker`."""
@@ -82,11 +91,6 @@ class WeightsAndBiases:
         their own would advance wandb's step, and wandb would drop the user's smaller steps.
         """
         self._run.log({**values, STEP: step}, commit=self._is_own)
-
-    def close(self) -> None:
-        """See `Tracker`."""
-        if self._is_own and self._run is not None:
-            self._run.finish()
 
 
 class MLflow:
@@ -157,36 +161,32 @@ class TensorBoard:
             self._writer.close()
 
 
-class Comet:
+class Comet(_RunTracker):
     """Logs to the running experiment of Comet, or to an experiment of its own."""
-
-    def __init__(self) -> None:
-        self._experiment: Any = None
-        self._is_own = False
 
     def attach(self) -> None:
         """See `Tracker`."""
         comet = sys.modules.get("comet_ml")
-        self._experiment = None if comet is None else comet.get_running_experiment()
+        self._run = None if comet is None else comet.get_running_experiment()
 
     def start(self, run: TrackedRun) -> None:
         """See `Tracker`. Comet's variables choose the project and whether it is online."""
         import comet_ml
 
-        if self._experiment is None:
+        if self._run is None:
             self._is_own = True
             config = comet_ml.ExperimentConfig(name=run.run_id, **_NO_COMET_EXTRAS)
-            self._experiment = comet_ml.start(mode="create", experiment_config=config)
-        self._experiment.log_others(run.links())
+            self._run = comet_ml.start(mode="create", experiment_config=config)
+        self._run.log_others(run.links())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
-        self._experiment.log_metrics(dict(values), step=step)
+        self._run.log_metrics(dict(values), step=step)
 
     def close(self) -> None:
         """See `Tracker`."""
-        if self._is_own and self._experiment is not None:
-            self._experiment.end()
+        if self._is_own and self._run is not None:
+            self._run.end()
 
 
 _NO_COMET_EXTRAS: Mapping[str, Any] = {
@@ -203,12 +203,8 @@ _NO_COMET_EXTRAS: Mapping[str, Any] = {
 """An experiment of the recorder has its numbers and links only."""
 
 
-class Trackio:
+class Trackio(_RunTracker):
     """Logs to the active run of Trackio, or to a run of its own."""
-
-    def __init__(self) -> None:
-        self._run: Any = None
-        self._is_own = False
 
     def attach(self) -> None:
         """See `Tracker`. Trackio's active run belongs to a thread."""
@@ -229,11 +225,6 @@ class Trackio:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
         self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """See `Tracker`."""
-        if self._is_own and self._run is not None:
-            self._run.finish()
 
 
 class OpenTelemetry:

@@ -16,6 +16,7 @@ from fsdp_inspect.formatting import (
     format_category,
     format_count,
     format_ns,
+    format_owner,
     format_ratio,
     format_unit,
     shorten_names,
@@ -29,7 +30,6 @@ from fsdp_inspect.report.palette import NEUTRAL, Look
 from fsdp_inspect.report.wording import format_kind, name_owner
 from fsdp_inspect.trace.codes import StepPart
 
-NO_UNIT_NAME = "(no unit)"
 LETTERS_OF_BOX = 12
 """Longer names of units in the boxes of a flame lose the prefix that they share."""
 _LABELLED_RATIO = 0.05
@@ -119,7 +119,7 @@ def draw_ranks(ranks: Sequence[RankRow]) -> Chart:
 def draw_kernels(kernels: Kernels) -> Chart | None:
     """The kernels of a profiled step as a flame: units, below each the phases, then the kinds."""
     levels: dict[str, list[tuple[Look, float, str, str]]] = {"unit": [], "phase": [], "kind": []}
-    of_units = _grouped(kernels.groups, lambda cost: name_place(cost.fqn))
+    of_units = _grouped(kernels.groups, lambda cost: format_owner(cost.fqn))
     short = shorten_names(of_units, LETTERS_OF_BOX)
     for unit, of_unit in of_units.items():
         levels["unit"].append((*_flame_bar(NEUTRAL, (unit,), of_unit)[:3], short(unit)))
@@ -129,11 +129,6 @@ def draw_kernels(kernels: Kernels) -> Chart | None:
             for cost in of_phase:
                 levels["kind"].append(_flame_bar(look, (unit, phase, cost.kind), [cost]))
     return draw_flame(levels, MetricUnit.NS, [(look, look.label) for look, *_ in levels["phase"]])
-
-
-def name_place(fqn: str | None) -> str:
-    """The name of a unit; for None, the text for no unit."""
-    return NO_UNIT_NAME if fqn is None else format_unit(fqn)
 
 
 def _grouped(
@@ -293,7 +288,7 @@ def draw_alive(peak: PeakMoment, *, most: int) -> Chart:
     rows, legend = [], []
     looks = [(one.category, palette.MEMORY_LOOKS[one.category]) for one in peak.categories]
     for owner in peak.owners[:most]:
-        name = "(no unit)" if owner.fqn is None else format_unit(owner.fqn)
+        name = format_owner(owner.fqn)
         amounts = {one.category: one.bytes for one in owner.categories}
         parts = [
             (

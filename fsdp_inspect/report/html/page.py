@@ -224,7 +224,7 @@ def _environment() -> Environment:
         "bytes_per_s": _unbroken(formatting.format_bytes_per_s),
         "count": _unbroken(formatting.format_count),
         "ratio": _unbroken(formatting.format_ratio),
-        "unit": lambda fqn: _one_line(formatting.format_owner(fqn, None)),
+        "unit": lambda fqn: _one_line(formatting.format_owner(fqn)),
         "owner": lambda owned: _one_line(wording.name_owner(owned)),
         "name": _one_line,
         "markup": Markup,

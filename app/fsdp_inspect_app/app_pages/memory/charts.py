@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from fsdp_inspect.formatting import format_bytes, format_category, shorten_names
+from fsdp_inspect.formatting import format_bytes, format_category, format_owner, shorten_names
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.report import palette
 from fsdp_inspect.report.charts.bars import Bar, Row, draw_bars, draw_flame
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Box, Line, Lines, PlaceAxis, draw_lines, shade
-from fsdp_inspect.report.charts.results import LETTERS_OF_BOX, name_place
+from fsdp_inspect.report.charts.results import LETTERS_OF_BOX
 from fsdp_inspect.report.palette import NEUTRAL
 from fsdp_inspect.result_types import (
     AllocatorUse,
@@ -70,7 +70,7 @@ def draw_step_memory(
             mark=(
                 peak.offset_ns,
                 peak.highest_bytes,
-                f"peak {format_bytes(peak.highest_bytes)}\n{name_place(peak.fqn)} · {peak.phase}",
+                f"peak {format_bytes(peak.highest_bytes)}\n{format_owner(peak.fqn)} · {peak.phase}",
             ),
             style="chart-high",
         )
@@ -98,7 +98,7 @@ def _lines(memory: StepMemory) -> Iterator[Line]:
         offsets,
         [reading.allocated_bytes for reading in memory.readings],
         told=[
-            f"{format_bytes(reading.allocated_bytes)} in {name_place(reading.fqn)} · "
+            f"{format_bytes(reading.allocated_bytes)} in {format_owner(reading.fqn)} · "
             f"{reading.phase} · {reading.point.replace('_', ' ')},"
             for reading in memory.readings
         ],
@@ -117,7 +117,7 @@ def _line_of_second(second: StepMemory) -> Line:
         "dotted",
         palette.SHOWN,
         [
-            f"{format_bytes(reading.allocated_bytes)} in {name_place(reading.fqn)} · "
+            f"{format_bytes(reading.allocated_bytes)} in {format_owner(reading.fqn)} · "
             f"{reading.phase},"
             for reading in second.readings
         ],
@@ -168,7 +168,7 @@ def _units(units: Sequence[PlaceSpan], whole_ns: int) -> Iterator[Box]:
             PlaceSpan(name, int(at * width_ns), int((at + 1) * width_ns))
             for at, name in columns.items()
         ]
-    names = [name_place(unit.name) for unit in named]
+    names = [format_owner(unit.name) for unit in named]
     short = shorten_names(names, LETTERS_OF_BOX)
     for place, (unit, name) in enumerate(zip(named, names, strict=True)):
         stripe = palette.STRIPES[place % 2]
@@ -264,7 +264,7 @@ def frame_step_memory(memory: StepMemory) -> pd.DataFrame:
             {
                 _TIME: ms(reading.offset_ns),
                 "phase": reading.phase,
-                "unit": name_place(reading.fqn),
+                "unit": format_owner(reading.fqn),
                 "reading": reading.point.replace("_", " "),
                 "allocated (MiB)": mib(reading.allocated_bytes),
                 "highest since the one before (MiB)": mib(reading.highest_bytes),

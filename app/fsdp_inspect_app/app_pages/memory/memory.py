@@ -10,10 +10,10 @@ from fsdp_inspect.analysis.memory.instant import measure_memory_instant
 from fsdp_inspect.analysis.memory.step import measure_step_memory
 from fsdp_inspect.analysis.run_heading import measure_run_heading
 from fsdp_inspect.errors import FsdpInspectError
-from fsdp_inspect.formatting import format_bytes, format_category, format_ns
+from fsdp_inspect.formatting import format_bytes, format_category, format_ns, format_owner
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report import memory_wording
-from fsdp_inspect.report.charts.results import draw_alive, name_place
+from fsdp_inspect.report.charts.results import draw_alive
 from fsdp_inspect.report.wording import describe_cut, format_metric
 from fsdp_inspect.result_types import (
     LiveInstant,
@@ -21,8 +21,6 @@ from fsdp_inspect.result_types import (
     MemoryGrowth,
     MemoryOfStep,
     MemoryOverview,
-    PositionBytes,
-    RankMemory,
     RunEntry,
     StepMemory,
 )
@@ -334,7 +332,7 @@ def _show_peak(overview: MemoryOverview) -> None:
         ),
         key="memory-alive",
         alt=f"Bars of the memory that each unit owns at the peak; the largest is "
-        f"{name_place(owners[0].fqn)} with {format_bytes(owners[0].bytes)}",
+        f"{format_owner(owners[0].fqn)} with {format_bytes(owners[0].bytes)}",
         note=f"Reached {place}. The owner of memory is the unit that allocated it. (no unit): "
         "code outside of the units. Click a bar to open its unit. "
         f"{memory_wording.describe_counting(overview)}",
@@ -393,7 +391,7 @@ def _show_ranks(overview: MemoryOverview) -> None:
     show_chart_card(
         "Memory by rank",
         draw_rank_memory(ranks, overview.memory.shown_rank),
-        frame_of(RankMemory.TABLE, ranks),
+        frame_of(MemoryOverview.RANKS, ranks),
         key="memory-ranks",
         alt=f"Peak memory of {len(ranks)} ranks. {spread}",
         note=f"{spread} Peak over all steps. The larger mark is the shown rank. Click a rank to "
@@ -431,7 +429,7 @@ def _show_places(overview: MemoryOverview) -> None:
         return
     title = f"Highest readings by position, rank {overview.memory.shown_rank}"
     with show_fold(title, key="memory-places"):
-        frame = frame_of(PositionBytes.TABLE, positions)
+        frame = frame_of(MemoryOverview.POSITIONS, positions)
         show_csv_button(frame, key="memory-places-rows")
         show_table(frame, key="memory-places-table", alt=title)
         show_note(
