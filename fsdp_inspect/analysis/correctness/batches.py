@@ -149,7 +149,6 @@ def _differ_in_tensor_parallel(observed: Observed) -> Iterator[TrainingFault]:
             yield TrainingFault(
                 TrainingCheck.BATCHES,
                 tuple(sorted(ranks)),
-                False,
                 f"{capitalize(format_ranks(sorted(ranks)))} share tensors, and train on different "
                 "batches.",
                 "These ranks are one tensor-parallel group: each computes a part of every "

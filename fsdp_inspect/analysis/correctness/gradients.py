@@ -251,7 +251,6 @@ def _check_zero(observed: Observed) -> Iterator[TrainingFault]:
         yield TrainingFault(
             TrainingCheck.GRADIENTS,
             tuple(sorted(observed.seen)),
-            False,
             "All sampled gradients are exactly 0.",
             f"After each backward before {plural(len(first.updates), 'update')} that were looked "
             f"at, the sampled gradients of {plural(len(first.parameters), 'parameter')} are "

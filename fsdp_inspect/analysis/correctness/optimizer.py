@@ -77,11 +77,11 @@ def _left_out(observed: Observed, ranks: Sequence[int]) -> Iterator[TrainingFaul
     yield TrainingFault(
         TrainingCheck.OPTIMIZER,
         tuple(fewer),
-        True,
         f"{capitalize(format_ranks(fewer))} left out updates that {format_ranks(others)} made.",
         f"After {backwards} backwards on each rank, the updates are {counts}. The parameters of "
         "these ranks are from different updates since.",
         "Decide on all ranks together whether an update is left out: reduce the condition over "
         "them first. A gradient scaler of FSDP1 must be ShardedGradScaler, which does so.",
         observed.place_of_update(others[0]),
+        is_certain=True,
     )

@@ -86,7 +86,6 @@ def _without_labels(observed: Observed) -> TrainingFault | None:
     return TrainingFault(
         TrainingCheck.LOSS,
         tuple(sorted(numbers)),
-        False,
         f"{who} {has} no label: all of them are ignored.",
         f"In each of {plural(min(numbers.values()), 'cross entropy', 'cross entropies')} of the "
         "first steps, all labels are ignored: these losses give no gradient.",
