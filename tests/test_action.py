@@ -22,7 +22,7 @@ from tests.comparison.gate.changed_models import build
 
 ROOT = Path(__file__).parents[1]
 ACTION = ROOT / ".github" / "actions" / "fsdp-check"
-PLANTED = ROOT / "tests" / "checks" / "changed_models.py"
+PLANTED = ROOT / "tests" / "comparison" / "gate" / "changed_models.py"
 
 
 @dataclass

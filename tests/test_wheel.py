@@ -207,8 +207,8 @@ def test_core_opens_a_run(core: Environment, sample: Path) -> None:
     text = core.run("fsdp-inspect", "show", sample, "summary").stdout
     data = json.loads(core.run("fsdp-inspect", "show", sample, "--json").stdout)
 
-    assert recorded["run_id"] in text
-    assert data["run_id"] == recorded["run_id"]
+    assert text.startswith(recorded["name"])
+    assert data["run_id"] == recorded["name"]
     assert [unit["fqn"] for unit in data["units"]] == [unit["fqn"] for unit in recorded["units"]]
 
 

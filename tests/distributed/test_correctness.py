@@ -26,7 +26,7 @@ MISTAKES = {
     "old-teacher": "1 unit computes with parameters from before their change.",
     "first-of-two-reduced": "The ranks combine only a part of their gradients.",
     "unfrozen-after-ddp": (
-        "Gradients of parameters that were unfrozen later are not reduced by DDP."
+        "DDP does not reduce gradients of parameters that were unfrozen later."
     ),
     "head-replaced": "Gradients of parameters outside all units are not reduced.",
     "zeroed-before-update": ZEROS,

@@ -73,7 +73,7 @@ def _unreduced(observed: Observed, seen: _Seen) -> TrainingFault | None:
     return _fault(
         observed,
         seen,
-        "Gradients of parameters that were unfrozen later are not reduced by DDP.",
+        "DDP does not reduce gradients of parameters that were unfrozen later.",
         f"An optimizer holds {names[0]}{more}, and no bucket of DDP does: frozen when the model "
         "was wrapped, or added since. Each rank then updates with gradients of its own.",
         "Wrap the model again after parameters are unfrozen, or freeze them after it is wrapped, "
