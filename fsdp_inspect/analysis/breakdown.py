@@ -19,6 +19,7 @@ from fsdp_inspect.analysis.step_selection import (
     RankSteps,
     TypicalSteps,
     select_steps,
+    split_by_rank,
     timed_ranks,
 )
 from fsdp_inspect.columns import TableSpec, metric_column, text_column, value_column
@@ -250,7 +251,8 @@ def _describe_ranks(
     run: RunSource, members: Sequence[RankSteps], typical: TypicalSteps, parts: TypicalParts
 ) -> Iterator[StepBreakdown]:
     closest = typical.closest_step.tolist()
-    communication, between = (typical.rounded(kind).tolist() for kind in _OVERLAPPING)
+    communication = typical.rounded(StepPart.COMMUNICATION).tolist()
+    between = _mean_between(run, members)
     places = np.searchsorted(typical.rank, [member.rank for member in members])
     dimensions = _split_by_rank(run, typical, parts, places)
     for place, member in zip(places.tolist(), members, strict=True):
@@ -259,9 +261,27 @@ def _describe_ranks(
             place,
             steps=member.typical_steps,
             closest_step=closest[place],
-            overlapping=(communication[place], between[place]),
+            overlapping=(communication[place], between[member.rank]),
             dimensions=dimensions[member.rank],
         )
+
+
+def _mean_between(run: RunSource, members: Sequence[RankSteps]) -> dict[int, int]:
+    """The mean time between the steps of each rank, ns.
+
+    The mean is over all steps since the first timed one, also plain ones: an evaluation every 10
+    steps lies before few of the typical steps, or before many of them.
+    """
+    ranks = [member.rank for member in members]
+    rows = run.summary(ranks=ranks, kinds=[EventKind.STEP, StepPart.BETWEEN_STEPS])
+    of_rank = split_by_rank(rows)
+    found = {}
+    for member in members:
+        own = of_rank[member.rank]
+        own = own.where(own.step >= member.steps[0])
+        is_step = own.kind == EventKind.STEP
+        found[member.rank] = round(own.duration_ns[~is_step].sum() / max(int(is_step.sum()), 1))
+    return found
 
 
 def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreakdown:

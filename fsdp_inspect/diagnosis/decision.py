@@ -44,7 +44,7 @@ _OF_SCRIPT = {
     ProblemClass.UNEVEN_BATCHES: "the ranks have different numbers of batches",
     ProblemClass.RANK_EXITED_EARLY: "a rank leaves the loop before the others",
     ProblemClass.FOREIGN_COLLECTIVE: "only some ranks reach a collective of the script",
-    ProblemClass.HOST_DEADLOCK: "threads of the script wait for each other",
+    ProblemClass.HOST_DEADLOCK: "the script waits for a lock, a queue or a thread of its own",
     ProblemClass.OUT_OF_MEMORY: "the next start needs the same memory",
     ProblemClass.NOT_FINITE: "the values are not finite",
     ProblemClass.PRECISION_LOSS: "updates are lost",
@@ -145,7 +145,8 @@ def _of_class(found: Diagnosis) -> Iterator[Decision]:
     """The decision that follows from the class of the problem alone."""
     if found.problem in _OF_SCRIPT:
         reason = f"a restart does not help, because {_OF_SCRIPT[found.problem]}"
-        yield Decision(SchedulerAction.STOP, (), found.is_certain, reason)
+        is_certain = found.is_certain and found.problem is not ProblemClass.HOST_DEADLOCK
+        yield Decision(SchedulerAction.STOP, (), is_certain, reason)
     elif found.problem is ProblemClass.DRIFT or (
         found.problem is ProblemClass.SLOW_BUT_ALIVE and found.is_running
     ):

@@ -211,6 +211,8 @@ def _bullet(text: str) -> RenderableType:
 
 # --- the headline
 
+_ENDED = "The recordings of all ranks ended normally"
+
 
 def headline_diagnosis(found: Diagnosis) -> str:
     """The diagnosis in at most 12 words: the class, the ranks, the step."""
@@ -218,7 +220,7 @@ def headline_diagnosis(found: Diagnosis) -> str:
         if found.still_s is not None:
             return f"Nothing has moved for {_seconds(found.still_s)}."
         if found.unknown is Unknown.NO_BLACK_BOX and found.status is Status.HEALTHY:
-            return "Every rank ended normally."
+            return f"{_ENDED}."
         is_healthy = found.status is Status.HEALTHY
         return "No failure found." if is_healthy else "Cannot tell what went wrong."
     if found.training is not None:
@@ -284,8 +286,8 @@ def _wrong_training(found: Diagnosis) -> str:
 
 def _exited(found: Diagnosis) -> str:
     return (
-        f"{capitalize(format_ranks(found.ranks))} ended normally{_in_step(found)}.{_waits(found)}"
-        f"{_skipped_batch(found)}"
+        f"{capitalize(format_ranks(found.ranks))} ended the recording{_in_step(found)}."
+        f"{_waits(found)}{_skipped_batch(found)}"
     )
 
 
@@ -629,7 +631,7 @@ def _circle(found: Diagnosis) -> str:
     if absent is not None and absent.waits and absent.last is not None:
         other = f"in {_issued_at(absent.last, found)}"
     elif absent is not None and absent.activity is not None:
-        other = f"{_activity(absent.activity)}, which was not recorded"
+        other = _activity(absent.activity)
     return (
         f"The ranks wait for each other: {format_ranks(found.wait.waiting)} in "
         f"{_issued_at(found.wait.issued, found)}{of_step(found.step)}, and "
@@ -803,8 +805,10 @@ def _no_problem(found: Diagnosis) -> str:
             f"{_in_step(found)}. The watchdog reports a hang later: see `--hang-after`."
         )
     if found.status is Status.HEALTHY and found.unknown is None:
-        how = "The ranks make progress" if found.is_running else "Every rank ended normally"
-        return f"{how}, and their collectives agree. Speed is not judged here."
+        how = "The ranks make progress" if found.is_running else _ENDED
+        return (
+            f"{how}, and their collectives agree in kind, size and order. Speed is not judged here."
+        )
     missing = format_ranks(found.missing_ranks) if found.missing_ranks else ""
     verb = "is" if len(found.missing_ranks) == 1 else "are"
     match found.unknown:
@@ -827,11 +831,8 @@ def _no_problem(found: Diagnosis) -> str:
                 "The ranks issued the same collectives, as far as a dump shows."
             )
         case Unknown.NO_BLACK_BOX:
-            ended = found.status is Status.HEALTHY
-            return (
-                f"{'Every rank ended normally. ' if ended else ''}Cannot tell whether the ranks "
-                "agreed: the run has no black box."
-            )
+            ended = f"{_ENDED}. " if found.status is Status.HEALTHY else ""
+            return f"{ended}Cannot tell whether the ranks agreed: the run has no black box."
         case _:
             lost = [each.rank for each in found.states if each.end.kind is EndKind.PEER_LOST]
             return (
@@ -980,7 +981,7 @@ def _describe_end(end: RankEnd) -> str:
 _LIMIT = re.compile(r"(\d+) ?(ms|milliseconds)\b")
 _END = {
     EndKind.RUNNING: "still running",
-    EndKind.COMPLETE: "ended normally",
+    EndKind.COMPLETE: "ended the recording",
     EndKind.EXCEPTION: "ended with an exception",
     EndKind.OUT_OF_MEMORY: "ran out of memory",
     EndKind.PEER_LOST: "lost another rank",

@@ -301,7 +301,7 @@ def test_gathers_of_an_optimizer_are_not_taken_for_clipping():
         (
             {"between_ns": 100 * MS},
             "Checkpoints, evaluation or generation take 50% of the time.",
-            "async_save",
+            "show RUN lifetime",
         ),
         (
             {"recompute_ns": 20 * MS},

@@ -45,7 +45,7 @@ def test_a_run_without_a_black_box_says_what_cannot_be_told(
 ) -> None:
     app = open_app(folder, "diagnosis", run="whole")
     assert not app.exception
-    assert "Every rank ended normally." in read(app)
+    assert "The recordings of all ranks ended normally." in read(app)
     assert "the run has no black box" in read(app)
 
 

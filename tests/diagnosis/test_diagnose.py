@@ -288,7 +288,7 @@ def test_ranks_without_a_black_box_are_known_by_their_ends(end: RunStatus, statu
     assert (found.status, found.unknown) == (status, Unknown.NO_BLACK_BOX)
     sentence = describe_diagnosis(found).sentence
     assert sentence.endswith("Cannot tell whether the ranks agreed: the run has no black box.")
-    assert sentence.startswith("Every rank ended") is (status is Status.HEALTHY)
+    assert sentence.startswith("The recordings of all ranks ended") is (status is Status.HEALTHY)
 
 
 def test_an_exception_of_its_own_comes_before_lost_peers() -> None:
@@ -519,7 +519,7 @@ def test_a_difference_stays_the_answer_when_later_collectives_have_overwritten_i
     assert [event.kind.value for event in found.events] == ["desync", "end"]
     text = describe_diagnosis(found)
     assert "12 collectives have finished since, and those of different tensors" in text.sentence
-    assert any("In order: in step 1, the ranks issued" in each for each in text.evidence)
+    assert any("In order: in step 1, the collectives of the ranks" in each for each in text.evidence)
     assert found.grid is not None
     assert found.grid.rows[found.grid.focus].step == 1
 

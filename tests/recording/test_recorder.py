@@ -453,8 +453,8 @@ def test_a_folder_that_cannot_be_made_costs_the_recording_only(
         train(model, recorder)
     first, last = caplog.messages
     assert "Training continues" in first
-    # Garbage collections are events too.
-    assert re.fullmatch(r"Rank 0 dropped (9[3-9]|1\d\d) rows of events, 50 rows of memory\.", last)
+    # Garbage collections are events too, and the sampler's thread adds rows of memory in time.
+    assert re.fullmatch(r"Rank 0 dropped (9[3-9]|1\d\d) rows of events, 5\d rows of memory\.", last)
 
 
 # --- failures of the training
