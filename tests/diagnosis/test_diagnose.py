@@ -519,7 +519,9 @@ def test_a_difference_stays_the_answer_when_later_collectives_have_overwritten_i
     assert [event.kind.value for event in found.events] == ["desync", "end"]
     text = describe_diagnosis(found)
     assert "12 collectives have finished since, and those of different tensors" in text.sentence
-    assert any("In order: in step 1, the collectives of the ranks" in each for each in text.evidence)
+    assert any(
+        "In order: in step 1, the collectives of the ranks" in each for each in text.evidence
+    )
     assert found.grid is not None
     assert found.grid.rows[found.grid.focus].step == 1
 

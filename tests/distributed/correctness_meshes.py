@@ -161,6 +161,11 @@ def tensor_parallel_and_sharded(folder: Path) -> None:
     train(folder, tensor_parallel(mesh), batches(seed=1 + mesh.get_local_rank("dp")))
 
 
+@loop(mistake="Ranks 0-1 share tensors, and train on different batches.")
+def tensor_parallel_on_batches_of_each_rank(folder: Path) -> None:
+    train(folder, tensor_parallel(mesh_of("dp", "tp")), batches())
+
+
 @loop(note="Tensor-parallel ranks 0-1 draw different random numbers.")
 def tensor_parallel_dropout_of_each_rank(folder: Path) -> None:
     mesh = mesh_of("dp", "tp")

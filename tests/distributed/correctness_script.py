@@ -440,7 +440,84 @@ def clipped_to_zero(folder: Path) -> None:
     train_with_zeros(folder, lambda model, _: clip(model.parameters(), 0.0))
 
 
+@loop
+def updates_left_out(folder: Path) -> None:
+    """As a rank that skips its update after a value of its own that is not finite."""
+    model = shard(make_model())
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False) as recorder:
+        for number, batch in enumerate(batch for _ in range(3) for batch in batches()):
+            with recorder.step():
+                loss_of(model, batch).backward()
+                if dist.get_rank() == 0 or number % 5 != 3:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+
+@loop
+def labels_ignored_on_a_rank(folder: Path) -> None:
+    model = shard(make_model())
+    data = batches(valid=0 if dist.get_rank() else _LENGTH)
+    train(folder, model, adam(model), data, lambda *given: torch.nan_to_num(loss_of(*given)))
+
+
+@loop
+def weighted_by_zero(folder: Path) -> None:
+    model = shard(make_model())
+    train(folder, model, adam(model), batches(), lambda *given: 0 * loss_of(*given))
+
+
+@loop
+def divided_twice(folder: Path) -> None:
+    model = shard(make_model())
+    optimizer = adam(model)
+    data = DataLoader(TensorDataset(*one_of(dist.get_rank(), 48)), batch_size=2)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(data, 1):
+            (loss_of(model, batch) / 4 / 4).backward()
+            if number % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 # --- loops that look alike
+
+
+@loop
+def larger_teacher_with_gradients(folder: Path) -> None:
+    """A note: the backward of the teacher is for nothing."""
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(_WIDTH, 64), nn.GELU(), nn.Linear(64, _CLASSES))
+    both = nn.ModuleDict({"student": shard(make_model()), "teacher": shard(teacher)})
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        distance = model["student"](batch[0]) - model["teacher"](batch[0])
+        return loss_of(model["student"], batch) + distance.square().mean()
+
+    train(folder, both, adam(both["student"]), batches(), loss)
+
+
+@loop
+def rounded_at_random(folder: Path) -> None:
+    """Most values stay in each update, and move in others."""
+    model = shard(make_model().bfloat16())
+
+    class Rounding(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                local, gradient = parameter.to_local(), parameter.grad.to_local()
+                wanted = local.float() - 2e-4 * gradient.float().sign()
+                noise = torch.randint(1 << 16, wanted.shape, dtype=torch.int32)
+                rounded = (wanted.view(torch.int32) + noise) & -65536
+                local.copy_(rounded.view(torch.float32))
+
+    optimizer = Rounding(model.parameters(), lr=2e-4)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in (batch for _ in range(4) for batch in batches()):
+            loss_of(model, (batch[0].bfloat16(), batch[1])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @loop

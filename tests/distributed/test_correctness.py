@@ -25,9 +25,7 @@ ZEROS = "All sampled gradients are 0 before each update."
 MISTAKES = {
     "old-teacher": "1 unit computes with parameters from before their change.",
     "first-of-two-reduced": "The ranks combine only a part of their gradients.",
-    "unfrozen-after-ddp": (
-        "DDP does not reduce gradients of parameters that were unfrozen later."
-    ),
+    "unfrozen-after-ddp": ("DDP does not reduce gradients of parameters that were unfrozen later."),
     "head-replaced": "Gradients of parameters outside all units are not reduced.",
     "zeroed-before-update": ZEROS,
     "clipped-to-zero": ZEROS,
@@ -77,13 +75,20 @@ MISTAKES = {
     "shards-reduced-again": "Gradient shards are reduced twice: all ranks hold equal ones.",
     "clipped-by-local-norms": CLIPS,
     "clipped-by-local-norms-of-fsdp1": CLIPS,
+    "updates-left-out": "Rank 1 left out updates that rank 0 made.",
+    "labels-ignored-on-a-rank": "Rank 1 has no label: all of them are ignored.",
+    "weighted-by-zero": "All sampled gradients are exactly 0.",
+    "divided-twice": "The loss is divided by the 4 microbatches twice.",
     "rounded-away": "100% of the updates change no stored parameter.",
 }
 NOTES = {
     "evaluation-only": "The model trains in evaluation mode.",
     "cut-later": "1 unit gets no gradient any more.",
+    "new-head": "No optimizer holds 3 parameters that have gradients.",
+    "larger-teacher-with-gradients": "No optimizer holds 4 parameters that have gradients.",
 }
 CERTAIN = ("stale-optimizer", "stale-optimizer-of-fsdp1", "replicas-of-other-seeds")
+CERTAIN += ("updates-left-out",)
 CERTAIN += ("old-teacher", "old-parameters", "probed-before-update")
 CERTAIN += ("never-cleared", "never-cleared-of-ddp", "shards-reduced-again", "sync-left-off")
 
@@ -93,6 +98,7 @@ QUICK = (
     *("local-norm-logged", "weights-not-resumed", "bias-left-out", "never-cleared"),
     *("cleared-between", "not-divided", "scheduled-too-often", "stale-optimizer", "same-batches"),
     *("token-means", "root-not-sharded", "no-sync-left-on", "replicas-of-other-seeds"),
+    *("updates-left-out", "labels-ignored-on-a-rank", "divided-twice"),
     *("clipped-by-local-norms", "rounded-away", "old-teacher", "evaluation-left-on"),
     *("cleared-at-first", "steps-before-backward", "rate-ends-early", "same-batches-later"),
 )

@@ -86,7 +86,7 @@ def _missing(observed: Observed, seen: _Seen) -> TrainingFault | None:
     first = seen[min(seen)]
     held = sum(each.held_values for each in seen.values())
     missing = sum(each.missing_values for each in seen.values())
-    if not names or not missing:
+    if not names or not missing or not held:  # an optimizer of nothing has its own check
         return None
     is_most = held < missing  # as for a new head, or beside a teacher
     num = min(each.num_missing for each in seen.values())

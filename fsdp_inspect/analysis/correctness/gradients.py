@@ -281,9 +281,14 @@ def _check_zero(observed: Observed) -> Iterator[TrainingFault]:
 
 def _stay_zero(seen: TrainingSeen) -> bool:
     """Whether all sampled gradients of a rank are zero after backwards and in each update."""
-    sums = [one for each in seen.updates for one in (each.weighted_before, each.gradients)]
-    known = [[value for value in each if value is not None] for each in sums]
-    return len(seen.updates) >= LEAST_UPDATES and all(known) and not any(map(any, known))
+    backwards = [each.weighted_before for each in seen.updates if _is_known(each.weighted_before)]
+    updates = [each.gradients for each in seen.updates if _is_known(each.gradients)]
+    is_known = len(backwards) >= LEAST_UPDATES and len(updates) == len(seen.updates)
+    return is_known and not any(value for each in (*backwards, *updates) for value in each)
+
+
+def _is_known(values: Sequence[float | None]) -> bool:
+    return any(value is not None for value in values)
 
 
 def _become_zero(seen: TrainingSeen) -> bool:
