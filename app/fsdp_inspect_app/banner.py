@@ -9,6 +9,7 @@ from fsdp_inspect.formatting import listed
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.report.wording import describe_run
 from fsdp_inspect.result_types import RunEntry, RunHeading, RunManifest, RunStatus
+from fsdp_inspect.trace.run import MISSING_READING
 from fsdp_inspect_app import loading, wording
 from fsdp_inspect_app.cards import is_exploring
 from fsdp_inspect_app.run_notes import (
@@ -71,7 +72,9 @@ def show_run_header(
             beside()
     if not is_diagnosis:
         problem = _problem()
-        notes = [*_damage(heading.notes), *heading.notes]
+        # Readings that the machine lacks change no number of a page: Overview lists them as facts.
+        qualifying = [note for note in heading.notes if MISSING_READING not in note]
+        notes = [*_damage(heading.notes), *qualifying]
         if problem:
             show_problem(problem, notes)
         else:

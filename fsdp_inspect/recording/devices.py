@@ -31,6 +31,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from fsdp_inspect.trace.host_work import parse_cores, write_cores
+from fsdp_inspect.trace.run import MISSING_READING
 from fsdp_inspect.trace.tables import MISSING_INT, DeviceTable
 
 _STOP_TIMEOUT_S = 2.0
@@ -235,7 +236,7 @@ class _Probe:
         except Exception as error:
             self._failures += 1
             if self._failures == _MAX_FAILURES:
-                note(f"{self._subject} cannot be read on this machine: {error}.")
+                note(f"{self._subject} {MISSING_READING}: {error}.")
             return {}
         self._failures = 0
         return answer

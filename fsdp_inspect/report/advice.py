@@ -438,6 +438,17 @@ def describe_saving(what: Suggestion | Proposal, plan: PlanAdvice) -> str:
     return f"{verb} {format_ns(saved)} a step ({ratio}; {interval})"
 
 
+def describe_gain(what: Suggestion | Proposal, plan: PlanAdvice) -> str:
+    """The gain as a cell of a table: `4.1 ms, 3.2% (-1.0 ms to 5.0 ms)`; below 0, a cost."""
+
+    def signed(saved_ns: float) -> str:
+        return format_ns(saved_ns) if saved_ns >= 0 else f"-{format_ns(-saved_ns)}"
+
+    ratio = format_signed(what.saved_ns / plan.replayed_step_ns).lstrip("+")
+    interval = f"{signed(what.saved_low_ns)} to {signed(what.saved_high_ns)}"
+    return f"{signed(what.saved_ns)}, {ratio} ({interval})"
+
+
 def describe_effect(what: Suggestion | Proposal, plan: PlanAdvice) -> str:
     """The gain, the step time and the peak memory of a change or of a whole plan."""
     saving, step = describe_saving(what, plan), format_ns(what.step_ns)

@@ -110,6 +110,11 @@ def _position(fqn: str | None, phase: str) -> str:
     return during if fqn is None else f"{during} of {format_unit(fqn)}"
 
 
+def title_of_peak(key: str, peak: PeakMoment) -> str:
+    """The title of the memory at the peak, by category or by unit."""
+    return f"Memory at the peak by {key}: {format_bytes(peak.bytes)} in memory step {peak.step}"
+
+
 def describe_filling(peak: PeakMoment | None) -> str:
     """Describe the largest categories and the largest unit at the peak."""
     if peak is None:
@@ -256,7 +261,13 @@ def describe_counting(overview: MemoryOverview) -> str:
         "memory_snapshot": "the time of the snapshot is measured; earlier amounts, categories and "
         "owners are inferred from the trace",
     }.get(overview.rank.method, "unknown method")
-    return f"{overview.source.capitalize()} run. Counted by the {counted}: {how}."
+    text = f"{overview.source.capitalize()} run. Counted by the {counted}: {how}."
+    if overview.rank.method == "cuda_allocator" and overview.memory.peak is not None:
+        text += (
+            " Categories and owners: counted by the storage tracker in step "
+            f"{overview.memory.peak.step}, without the rounding of the allocator."
+        )
+    return text
 
 
 # --- Render the memory of a run for a terminal: the answer, then the tables.
@@ -319,7 +330,7 @@ def _sections(overview: MemoryOverview) -> Iterable[RenderableType]:
     memory = overview.memory
     if memory.peak is not None:
         yield from section(
-            _peak_title(memory.peak),
+            title_of_peak("category", memory.peak),
             render_table(MemoryOverview.CATEGORIES, memory.peak.categories),
         )
         if memory.peak.owners:
@@ -341,10 +352,6 @@ def _sections(overview: MemoryOverview) -> Iterable[RenderableType]:
             f"Ranks{more}",
             render_table(MemoryOverview.RANKS, memory.ranks[:MOST_RANKS], *_RANK_COLUMNS),
         )
-
-
-def _peak_title(peak: PeakMoment) -> str:
-    return f"Memory at the peak by category: {format_bytes(peak.bytes)} in memory step {peak.step}"
 
 
 def _allocator_table(use: AllocatorUse) -> Table:

@@ -637,6 +637,10 @@ class RecorderUse(_Record):
         return self.plain_ns / self.num_timed_plain / 1e9 / step_s
 
 
+MISSING_READING = "cannot be read on this machine"
+"""Part of the problem that the machine lacks a reading, such as that of NVLink traffic."""
+
+
 class RankRecord(Record):
     """`rank.json`: one rank of one attempt; written at the start, on changes, and at the end."""
 

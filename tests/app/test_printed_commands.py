@@ -41,7 +41,7 @@ QUESTIONS = (
 NEW = "NEW_RUN"
 """The placeholder for the run that the commands before it record."""
 PLACEHOLDER = re.compile(r"(?<![-\w./])[A-Z][A-Z_]+\b")
-COMMAND = r"(?:fsdp-inspect|torchrun|python -\w+) [^`\n]+"
+COMMAND = r"(?:fsdp-inspect|torchrun|python3? -\w+) [^`\n]+"
 BY_THE_MACHINE = ("-m fsdp_inspect.probe", "fsdp-inspect app")
 """Commands that run on the training's machines, or start a server."""
 

@@ -11,7 +11,9 @@ from fsdp_inspect.store.folder import list_runs
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PAGES = [page for section in SECTIONS.values() for page in section if page.name != LIVE]
-MOST_WORDS = 60
+MOST_WORDS = {"overview": 66, "advice": 75}
+"""60 on other pages. Overview also names the largest part of the step and the contents of "other";
+Advice has the reasons and all risks beside the change."""
 LEVELS = """() => [...document.querySelectorAll('[data-testid=stMain] :is(h1,h2,h3,h4,h5,h6)')]
   .map((heading) => Number(heading.tagName[1]))"""
 PROSE = """() => {
@@ -44,7 +46,7 @@ def test_a_page_has_an_outline_few_words_and_a_title(server, tab, recorded_runs,
         if any(after > before + 1 for before, after in pairwise(levels)):
             found.append(f"{run.id}: skips a level: {levels}")
         words = dashboard.page.evaluate(PROSE)
-        if len(words) > MOST_WORDS:
+        if len(words) > MOST_WORDS.get(page.name, 60):
             found.append(f"{run.id}: {len(words)} words: {' '.join(words)}")
         if is_about_one_run(page):
             title = f"{page.title} - {names[run.id]} - FSDP Inspect"

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -122,21 +123,47 @@ def test_scheduler_that_disappears_is_reported_and_nothing_is_left(
     assert_nothing_is_left(tmp_path / "out")
 
 
-@pytest.mark.slow
-def test_damaged_trace_has_the_error_of_one_process(traces: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "rank0.json").write_bytes((traces / "rank0.json").read_bytes())
-    (tmp_path / "in" / "rank1.json").write_text('{"traceEvents": [')
-    errors = []
-    for dask in ((), ("--dask", "local:1")):
-        command = ("import", tmp_path / "in", "--out", tmp_path / "out" / "run", *dask)
+def import_with_and_without_dask(traces: Path, folder: Path) -> Iterator[tuple[Path, int, str]]:
+    """Import in one process, then with Dask; yields the run, the exit code and the output."""
+    for name, dask in (("serial", ()), ("dask", ("--dask", "local:1"))):
+        out = folder / name / "run"
+        out.parent.mkdir()
         ended = subprocess.run(
-            [sys.executable, "-m", "fsdp_inspect", *map(str, command)],
+            [sys.executable, "-m", "fsdp_inspect", "import", traces, "--out", out, *dask],
             capture_output=True,
             text=True,
         )
-        assert ended.returncode == 1
-        errors.append(ended.stderr)
-        assert_nothing_is_left(tmp_path / "out")
-    assert errors[0] == errors[1]
+        yield out, ended.returncode, (ended.stdout + ended.stderr).replace(str(out), "RUN")
+
+
+@pytest.fixture
+def damaged(traces: Path, tmp_path: Path) -> Path:
+    """A whole trace of rank 0 and a damaged one of rank 1."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "rank0.json").write_bytes((traces / "rank0.json").read_bytes())
+    (folder / "rank1.json").write_text('{"traceEvents": [')
+    return folder
+
+
+@pytest.mark.slow
+def test_damaged_trace_is_left_out_as_in_one_process(damaged: Path, tmp_path: Path) -> None:
+    serial, dask = import_with_and_without_dask(damaged, tmp_path)
+    for run, code, printed in (serial, dask):
+        assert code == 0, printed
+        assert "rank1.json was left out: rank1.json is cut off" in " ".join(printed.split())
+        assert [record.rank for record in open_run(run).ranks] == [0]
+        assert [path.name for path in run.parent.iterdir()] == ["run"]
+    assert serial[2] == dask[2]
+    assert files_of(serial[0]) == files_of(dask[0])
+
+
+@pytest.mark.slow
+def test_damaged_traces_alone_have_the_error_of_one_process(damaged: Path, tmp_path: Path) -> None:
+    (damaged / "rank0.json").write_text('{"traceEvents": [')
+    serial, dask = import_with_and_without_dask(damaged, tmp_path)
+    for run, code, printed in (serial, dask):
+        assert code == 1, printed
+        assert "rank0.json is cut off" in printed
+        assert_nothing_is_left(run.parent)
+    assert serial[2] == dask[2]

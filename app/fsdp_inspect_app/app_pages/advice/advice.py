@@ -14,13 +14,13 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_unit, plural
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.report.advice import (
     describe_effect,
+    describe_gain,
     describe_plan_for_limit,
     describe_plan_peak,
     describe_row,
     describe_saving,
     describe_searched_plans,
     find_larger,
-    list_changes,
     recommended,
     title_of_plan,
 )
@@ -137,8 +137,10 @@ def _show_recommended(
     if plan is not None and is_of_plan:
         _show_numbers(plan, summary)
     if finding is not None:
+        is_verdict = finding.sentence == advice.answer == summary.verdict.sentence
         title = "Recommended fix" if finding.sentence == advice.answer else finding.sentence
-        _show_finding(finding, manifest, key="recommended", title=title)
+        why = summary.verdict.because if is_verdict else ""
+        _show_finding(finding, manifest, key="recommended", title=title, why=why)
         if plan is not None and plan.suggestions and not plan.recorded_fits:
             show_text(plain(describe_plan_for_limit(plan)))
     elif plan is not None and plan.is_whole:
@@ -155,10 +157,19 @@ def _show_recommended(
 
 
 def _show_changes(plan: PlanAdvice) -> None:
-    """Show one line for each change of the plan, and one for all of them."""
-    lines = [f"{place}. {plain(line)}" for place, line in enumerate(list_changes(plan), 1)]
-    whole = plain(f"All changes: {describe_effect(plan.fastest, plan)}.")
-    show_text("\n".join([*lines, f"\n{whole}"] if len(lines) > 1 else lines))
+    """Show a table with one row for each change of the plan, and one for all of them."""
+    changes: list[tuple[str, str, Suggestion | Proposal]] = [
+        (str(place), each.what, each) for place, each in enumerate(plan.suggestions, 1)
+    ]
+    if len(changes) > 1:
+        changes.append(("", "All changes", plan.fastest))
+    rows = [
+        f"| {place} | {plain(what)} | {plain(describe_gain(each, plan))} | "
+        f"{format_ns(each.step_ns)} | {plain(describe_plan_peak(each))} |"
+        for place, what, each in changes
+    ]
+    head = "| | Change | Simulated gain (interval) | Step | Peak |\n|-|-|-|-|-|"
+    show_text("\n".join([head, *rows]))
 
 
 def _ask(entry: RunEntry) -> Question | None:
@@ -242,16 +253,21 @@ def _show_refusal(advice: Advice, manifest: RunManifest) -> None:
 # --- findings
 
 
-def _show_finding(finding: Finding, manifest: RunManifest, *, key: str, title: str = "") -> None:
+def _show_finding(
+    finding: Finding, manifest: RunManifest, *, key: str, title: str = "", why: str = ""
+) -> None:
+    """Show a finding in a card; with a shorter reason `why`, its evidence is folded."""
     with show_card(title or finding.sentence, key=key) as header:
         if finding.rule:
             with header:
                 show_text(_badge(finding.rule))
-        lines = [f"- **Why**: {plain(finding.evidence)}"] if finding.evidence else []
+        reason = why or finding.evidence
+        lines = [f"- **Why**: {plain(reason)}"] if reason else []
         lines += [f"- {plain(step)}" for step in finding.do]
         lines.append(f"- **Effect**: {plain(finding.effect.sentence)}")
         show_text("\n".join(lines))
         more = _name_rules([finding.rule] if finding.rule else [])
+        more += [f"- **Evidence**: {plain(finding.evidence)}"] if reason != finding.evidence else []
         more += [f"- **Evidence**: {plain(describe_row(row))}" for row in finding.rows]
         more += [f"- **Assumed**: {plain(line)}" for line in finding.assumptions]
         more += [f"- **Verify**: {plain(finding.verify)}"] if finding.verify else []

@@ -322,7 +322,7 @@ def _show_peak(overview: MemoryOverview) -> None:
     place = memory_wording.describe_place(peak.fqn, peak.phase, peak.step)
     owners = peak.owners[:_MOST_OWNERS]
     show_chart_card(
-        f"Memory at the peak by unit: {format_bytes(peak.bytes)}",
+        memory_wording.title_of_peak("unit", peak),
         draw_alive(peak, most=_MOST_OWNERS),
         frame_of(MemoryOverview.TABLE, peak.owners).rename(
             columns={  # the table has the words of FSDP

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.analysis.run_list import change_ratio
 from fsdp_inspect.result_types import RunEntry, RunManifest, Summary
+from fsdp_inspect.trace.run import MISSING_READING
 from fsdp_inspect_app.catalog_reading import KnownRuns, RunRow
 from fsdp_inspect_app.tables import mib, ms, percent
 from fsdp_inspect_app.user_store import RunNote
@@ -192,6 +193,7 @@ def frame_about(manifest: RunManifest, summary: Summary) -> pd.DataFrame:
         "source": manifest.source,
         "git commit": manifest.git_commit or "",
         "tags": ", ".join(manifest.tags),
+        "missing readings": " ".join(note for note in summary.notes if MISSING_READING in note),
         **{f"version: {name}": version for name, version in manifest.versions.items()},
         **{f"environment: {name}": value for name, value in manifest.environment.items()},
         **{f"config: {name}": str(value) for name, value in manifest.config.items()},

@@ -1,0 +1,18 @@
+"""The top of a page has the notes that qualify its numbers."""
+
+from pathlib import Path
+
+from fsdp_inspect_app.app_pages.runs.frames import frame_about
+
+import fsdp_inspect
+from tests.app.conftest import start_app
+from tests.app.test_pages import read
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+
+
+def test_readings_that_the_machine_lacks_are_facts_about_the_run() -> None:
+    run = fsdp_inspect.open_run(SAMPLES / "emulated-8-ranks-cuda")
+    assert "NVLink" not in read(start_app(SAMPLES, "memory", run="emulated-8-ranks-cuda"))
+    about = frame_about(run.manifest, run.summary()).set_index("fact")["value"]
+    assert about["missing readings"] == run.notes[0]
