@@ -309,7 +309,8 @@ class Exposed:
     removes."""
     late_prefetch_ns: int
     """Exposed time by late issue of FSDP's all-gathers in backward after the first one, and all
-    exposed time of unused ones."""
+    exposed time of unused ones. In a backward with unused ones, also all exposed time of those that
+    were not prefetched."""
     latency_ns: int
     """Exposed time that messages without bytes would have, too; 0 if the latency is unknown."""
     by_kind_ns: dict[str, int]
@@ -429,9 +430,13 @@ def _late_prefetch(typical: "_TypicalWaits") -> int:
     backward = rows.step[gathers].astype(np.int64) << 32 | rows.microbatch[gathers]
     order = np.lexsort((rows.issue_ns[gathers], backward))
     _, first = np.unique(backward[order], return_index=True)
-    later = np.delete(gathers[order], first)
+    later, own = np.delete(gathers[order], first), np.delete(backward[order], first)
     is_unused = (rows.flags[later] & EventFlag.UNUSED) != 0
-    late = float(causes[later[is_unused]].sum() + causes[later[~is_unused], Cause.LATE_ISSUE].sum())
+    # An unused all-gather was prefetched in place of one that was then issued at its use.
+    is_displaced = (rows.flags[later] & EventFlag.PREFETCHED) == 0
+    is_displaced &= np.isin(own, own[is_unused])
+    whole = is_unused | is_displaced
+    late = float(causes[later[whole]].sum() + causes[later[~whole], Cause.LATE_ISSUE].sum())
     return round(late / max(typical.num_steps, 1))
 
 

@@ -96,7 +96,8 @@ def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifferenc
             for manifest in manifests
         )
     ]
-    if len({max(manifest.memory_steps, default=None) for manifest in manifests}) > 1:
+    # Baseline files of older versions have inputs, but not their memory step.
+    if len({max(manifest.memory_steps) for manifest in manifests if manifest.memory_steps}) > 1:
         unknown.append("inputs")  # those of the last memory step: batches of a run may differ
     if not all(script_of(manifest.command) for manifest in manifests):
         unknown.append(SCRIPT)

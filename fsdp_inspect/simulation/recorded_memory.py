@@ -162,6 +162,9 @@ class _Stretch(NamedTuple):
     begin: int
     """The sample at the first boundary."""
     end: int
+    share: int = 0
+    """Bytes by which shares change that smaller groups keep of units, for which the schedule
+    accounts. A unit's share is allocated after its forward and freed before its backward."""
 
 
 class _Reader:
@@ -270,14 +273,14 @@ class _Reader:
     def _forward(self, memory: PieceMemory, stretch: _Stretch, piece: Piece) -> PieceMemory:
         return replace(
             memory,
-            kept=self._compute(stretch.end) - self._compute(stretch.begin),
-            forward_rise=self._rise(stretch),
+            kept=self._change(stretch),
+            forward_rise=max(self._rise(stretch) - stretch.share, 0),
             forward=self._course(stretch, piece),
         )
 
     def _backward(self, memory: PieceMemory, stretch: _Stretch, piece: Piece) -> PieceMemory:
         grown = self._grown(MemoryCategory.UNSHARDED_GRADIENT, stretch)
-        change = self._compute(stretch.end) - self._compute(stretch.begin)
+        change = self._change(stretch)
         return replace(
             memory,
             backward_rise=self._rise(stretch),
@@ -308,13 +311,19 @@ class _Reader:
         """The pieces between two boundaries of a pass, with the samples at both."""
         begin: int | None = None
         pieces: list[int] = []
+        share = 0
         ends = iter(rows)
         for op, index in one.tape:
             if op is Op.RUN:
                 pieces.append(index)
                 continue
             end = next(ends)
-            yield from _stretch(pieces, begin, end)
+            own = share_of(self._units[index], self._shard).kept
+            if not one.is_forward:
+                share = -own if op is Op.ENTER else 0
+            yield from _stretch(pieces, begin, end, share)
+            if one.is_forward:
+                share = own if op is Op.LEAVE else 0
             is_reduced = op is Op.LEAVE and not one.is_forward
             begin, pieces = self._reduced(end) if is_reduced else end, []
 
@@ -414,6 +423,10 @@ class _Reader:
             copies[row] = max(inputs - own, 0)
         return copies
 
+    def _change(self, stretch: _Stretch) -> int:
+        """Bytes that the pieces of a stretch leave, without communication and shares."""
+        return self._compute(stretch.end) - self._compute(stretch.begin) - stretch.share
+
     def _grown(self, category: MemoryCategory, stretch: _Stretch) -> int:
         return self._category(category, stretch.end) - self._category(category, stretch.begin)
 
@@ -421,10 +434,12 @@ class _Reader:
         return max(int(getattr(self._samples, category.label)[row]), 0)
 
 
-def _stretch(pieces: Sequence[int], begin: int | None, end: int | None) -> Iterator[_Stretch]:
+def _stretch(
+    pieces: Sequence[int], begin: int | None, end: int | None, share: int
+) -> Iterator[_Stretch]:
     """A stretch if there are pieces and both boundaries have samples."""
     if pieces and begin is not None and end is not None and begin < end:
-        yield _Stretch(tuple(pieces), begin, end)
+        yield _Stretch(tuple(pieces), begin, end, share)
 
 
 def _used(piece: PieceMemory) -> frozenset[str]:

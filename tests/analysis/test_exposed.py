@@ -5,7 +5,7 @@ from fsdp_inspect.analysis.exposed import MOST_EVIDENCE, measure_exposed
 from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.analysis.wait_causes import timed_collectives
 from fsdp_inspect.errors import IncompleteRunError
-from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
 from tests.builders import STEADY_FLOOR_NS, RunBuilder, add_steady_step, steady_run
 
 BACKWARD = Phase.BACKWARD
@@ -143,6 +143,25 @@ def test_the_causes_are_means_over_the_typical_steps():
     # The mean is 17 / 3 = 5.67, and the rest of 60 / 3 = 20 is 14.33.
     assert exposed.causes_ns == {"bandwidth": 14, "late_issue": 6}
     assert exposed.owners[0].causes_ns == {"bandwidth": 14, "late_issue": 6}
+
+
+@pytest.mark.parametrize(
+    ("unused", "flags", "late_ns"),
+    [
+        pytest.param(True, EventFlag(0), 20, id="at its use, after an unused one"),
+        pytest.param(True, EventFlag.PREFETCHED, 10, id="prefetched, after an unused one"),
+        pytest.param(False, EventFlag(0), 10, id="at its use, none unused"),
+    ],
+)
+def test_a_wrong_order_exposes_gathers_whose_prefetch_it_replaces(unused, flags, late_ns):
+    builder, rank = one_step()
+    wasted = EventFlag.PREFETCHED | (EventFlag.UNUSED if unused else EventFlag(0))
+    rank.all_gather("layers.1", 0, 10, need=10, phase=BACKWARD)
+    rank.all_gather("layers.1", 10, 20, need=20, phase=BACKWARD, flags=int(wasted))
+    rank.all_gather("layers.0", 30, 50, need=30, issue_ns=30, phase=BACKWARD, flags=int(flags))
+    exposed = measure_exposed(builder.build())
+    assert exposed.causes_ns == {"late_issue": 10, "bandwidth": 10}
+    assert exposed.late_prefetch_ns == late_ns
 
 
 def test_slow_steps_outside_the_middle_half_do_not_count():

@@ -40,6 +40,7 @@ _KEPT = {
     "device_name",
     "device_type",
     "emulation",
+    "memory_steps",
     "mesh",
     "model",
     "name",

@@ -44,10 +44,12 @@ from fsdp_inspect.comparison.noise import (
 from fsdp_inspect.comparison.settings import SettingDifference, compare_settings
 from fsdp_inspect.results import Result
 from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.codes import MemoryCategory
 from fsdp_inspect.trace.live_memory import RESTING
 from fsdp_inspect.trace.plan import DECIDED_BY_PLAN
 from fsdp_inspect.trace.run import RunManifest
 
+_TEMPORARY = MemoryCategory.TEMPORARY.label
 SIGNIFICANCE = 0.01
 """The p-value below which a time is a regression.
 
@@ -315,7 +317,13 @@ def _explain_others(
         increase = _increase_of(reading, baseline, metric)
         growth = _grown_by_unit(reading, baseline, other)
         total = sum(one.increase for one in growth)
-        new = sum(max(0, one.increase - known.get((one.category, one.units), 0)) for one in growth)
+        # A step frees what is temporary at its peak, so this is not the memory that is left.
+        new = sum(
+            one.increase
+            if other == RESTING and one.category == _TEMPORARY
+            else max(0, one.increase - known.get((one.category, one.units), 0))
+            for one in growth
+        )
         is_new = new > _OTHER_RATIO * total
         is_larger = increase > _increase_of(reading, baseline, failed[0])
         # The cause of a peak does not explain memory that is left after the step.

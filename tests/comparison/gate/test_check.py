@@ -136,6 +136,34 @@ def test_another_plan_is_judged_if_its_effect_is_explained(reading, before, afte
     assert same.exit_code == 0
 
 
+@pytest.mark.parametrize("of_old_version", [False, True], ids=["new file", "old file"])
+def test_a_larger_batch_that_no_setting_shows_is_a_cause(reading, of_old_version):
+    baseline = make_baseline(reading)
+    if of_old_version:
+        kept = {name: value for name, value in baseline.run.items() if name != "memory_steps"}
+        baseline = baseline.model_copy(update={"run": kept})
+    observed = reading.manifest.observed
+    assert "inputs" in observed
+    rows, _, rest = observed["inputs"].partition(" x ")
+    larger = {**observed, "inputs": f"{2 * int(rows)} x {rest}"}
+    moments = {
+        name: dataclasses.replace(
+            moment,
+            held={
+                key: (1 + (key[1] in {"activation", "temporary", "input"})) * amount
+                for key, amount in moment.held.items()
+            },
+        )
+        for name, moment in reading.moments.items()
+    }
+    after = dataclasses.replace(changed(reading, 1.5, observed=larger), moments=moments)
+
+    causes = check_run(after, baseline).causes
+
+    assert len(causes) == 1
+    assert causes[0].startswith(f"the batch grew: the model receives {larger['inputs']}")
+
+
 def test_larger_shards_are_explained_by_the_mesh(reading):
     """Twice the bytes of shards and optimizer state, on half as many ranks to shard over."""
     was = {"sharded_parameter", "sharded_gradient", "optimizer_state"}

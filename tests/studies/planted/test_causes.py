@@ -20,9 +20,9 @@ EXPECTED = {
     "slow rank": (Limit.STRAGGLER, "Find out how rank 1"),
     "data": (Limit.INPUT, "Load batches before"),
     "recomputation": (Limit.RECOMPUTE, "Checkpoint fewer blocks"),
-    "garbage collection": (Limit.COLLECTION, "gc.freeze()"),
-    "checkpoint between steps": (Limit.BETWEEN, "Save or evaluate less often"),
-    "core starvation": (Limit.CORES, "Give each rank cores"),
+    "garbage collection": (Limit.COLLECTION, "calls gc.collect() in 9 of 9 steps. Remove it"),
+    "checkpoint between steps": (Limit.BETWEEN, "lifetime` to see the time of checkpoints"),
+    "core starvation": (Limit.CORES, "give the job more cores: 2 ranks share 1 core"),
     "latency": (Limit.LATENCY, "fewer and larger messages"),
     "huge embedding in the root": (Limit.FIRST_GATHER, "Make units of its large modules"),
     "backward prefetch order": (
