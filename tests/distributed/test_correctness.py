@@ -77,7 +77,7 @@ MISTAKES = {
     "clipped-by-local-norms-of-fsdp1": CLIPS,
     "updates-left-out": "Rank 1 left out updates that rank 0 made.",
     "labels-ignored-on-a-rank": "Rank 1 has no label: all of them are ignored.",
-    "weighted-by-zero": "All sampled gradients are exactly 0.",
+    "weighted-by-zero": "The loss has the weight 0: sampled gradients are 0.",
     "divided-twice": "The loss is divided by the 4 microbatches twice.",
     "rounded-away": "100% of the updates change no stored parameter.",
 }

@@ -5,8 +5,8 @@
 - Proof: ranks that hold the same part receive different gradients in each of these updates;
   replicas receive equal ones at first, and later differ in values and gradients; ranks that hold
   different parts, with different values, receive equal ones.
-- Proof of zero gradients: all sampled ones are exactly 0 before every sampled update. They were so
-  after every backward before, or some were not after at least three of them.
+- Proof of zero gradients: all sampled ones are exactly 0 before every sampled update. So are those
+  of every cross entropy, or some were not 0 after at least three of the backwards before.
 - Refuted by: different values at the start, if no sharder keeps the parameter on these ranks. They
   then hold experts, stages or models of their own. So may parameters outside all units, if the
   forward runs all-to-alls. Values that differ and are equal again later, as in local SGD. Gradients
@@ -251,13 +251,12 @@ def _check_zero(observed: Observed) -> Iterator[TrainingFault]:
         yield TrainingFault(
             TrainingCheck.GRADIENTS,
             tuple(sorted(observed.seen)),
-            "All sampled gradients are exactly 0.",
-            f"After each backward before {plural(len(first.updates), 'update')} that were looked "
-            f"at, the sampled gradients of {plural(len(first.parameters), 'parameter')} are "
-            "exactly 0.",
-            "Look at what the loss depends on: labels that are all ignored, a mask or a weight of "
-            f"0, values below the range of float16. {_OWN}",
-            first.backward_place,
+            "The loss has the weight 0: sampled gradients are 0.",
+            f"The gradients of {plural(len(first.losses), 'cross entropy', 'cross entropies')} are "
+            f"exactly 0, and so are those of {plural(len(first.parameters), 'parameter')} before "
+            f"{plural(len(first.updates), 'update')} that were looked at.",
+            "Look at the mask, the weight and the scale of the loss.",
+            first.losses[0].place,
         )
         return
     if not all(map(_become_zero, observed.seen.values())):
@@ -280,15 +279,14 @@ def _check_zero(observed: Observed) -> Iterator[TrainingFault]:
 
 
 def _stay_zero(seen: TrainingSeen) -> bool:
-    """Whether all sampled gradients of a rank are zero after backwards and in each update."""
-    backwards = [each.weighted_before for each in seen.updates if _is_known(each.weighted_before)]
-    updates = [each.gradients for each in seen.updates if _is_known(each.gradients)]
-    is_known = len(backwards) >= LEAST_UPDATES and len(updates) == len(seen.updates)
-    return is_known and not any(value for each in (*backwards, *updates) for value in each)
+    """Whether the gradients of all losses of a rank are zero, and all sampled ones in each update.
 
-
-def _is_known(values: Sequence[float | None]) -> bool:
-    return any(value is not None for value in values)
+    A layer without effect, whose own gradients are zero, leaves those of the loss.
+    """
+    scales = [loss.scale for loss in seen.losses]
+    gradients = [norm for each in seen.updates for norm in each.gradients]
+    is_known = min(len(scales), len(seen.updates)) >= LEAST_UPDATES and None not in gradients
+    return is_known and not any(scales) and not any(gradients)
 
 
 def _become_zero(seen: TrainingSeen) -> bool:
