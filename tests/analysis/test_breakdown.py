@@ -69,6 +69,20 @@ def test_evaluation_between_steps_is_shown_beside_the_step():
     assert (headline.step_time_ns, headline.between_ns) == (70, 30)
 
 
+def test_the_time_between_steps_is_the_mean_over_all_steps():
+    builder = RunBuilder(world_size=1)
+    rank, now = builder.rank(0), 0
+    for step in range(40):
+        is_evaluated = step % 10 == 5
+        end = now + 100 + 400 * is_evaluated
+        rank.step(step, now, end, is_plain=step >= 10)
+        if is_evaluated:
+            rank.add(EventKind.BETWEEN_STEPS, now, now + 400)
+        now = end
+    headline = measure_breakdown(builder.build()).headline
+    assert (headline.step_time_ns, headline.between_ns) == (100, 40)
+
+
 def test_a_step_that_the_rank_did_not_finish_is_refused_with_those_it_did():
     with pytest.raises(IncompleteRunError, match=r"Step 9 not found.*0 to 3.*Choose"):
         measure_step_breakdown(steady_run(), rank=0, step=9)

@@ -170,6 +170,20 @@ def test_parameters_that_a_forward_has_gathered_count_once(fake_ranks: None) -> 
     assert describe_model(model, sharder.units).num_parameters == 3 * (8 * 8 + 8)
 
 
+def test_parameters_that_a_checkpoint_replaces_count_once(fake_ranks: None) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    model[1].requires_grad_(requires_grad=False)
+    copies = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    model.load_state_dict(copies, assign=True)
+    sharder = Fsdp2.find(model)
+    assert sharder is not None
+    found = describe_model(model, sharder.units)
+    assert found.num_parameters == 3 * (8 * 8 + 8)
+    assert found.num_trainable_parameters == 2 * (8 * 8 + 8)
+
+
 # --- objects of the script
 
 

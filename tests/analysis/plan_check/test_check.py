@@ -197,6 +197,22 @@ def test_a_unit_that_evaluation_left_unsharded_is_not_gathered_again():
     assert check.units[0].all_gather.expected_count == 2
 
 
+def test_a_unit_may_be_resharded_between_evaluation_and_training():
+    freed = [(unit, Phase.BACKWARD) for unit in BLOCKS]
+    builder = trained(reshard=False, without=freed)
+    rank = builder.rank(0)
+    rank.step(2, 2000, 3000)
+    for unit in BLOCKS:
+        evaluation = {"phase": Phase.EVALUATION}
+        rank.all_gather(unit, 2000, 2005, bytes=MESSAGE_BYTES, **evaluation)
+        rank.add(EventKind.FORWARD, 2005, 2010, unit=unit, **evaluation)
+        rank.all_gather(unit, 2015, 2020, bytes=MESSAGE_BYTES)  # after reshard(), which is no event
+        rank.forward(unit, 2020, 2030)
+        rank.backward(unit, 2040, 2050)
+        rank.reduce_scatter(unit, 2050, 2055, bytes=MESSAGE_BYTES)
+    assert check_plan(builder.build()).is_consistent is True
+
+
 def test_a_unit_used_twice_is_gathered_for_each_use_and_reduced_once():
     builder = RunBuilder(units=("layers.0",))
     rank = builder.rank(0)

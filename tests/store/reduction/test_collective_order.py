@@ -173,11 +173,14 @@ def test_a_rank_that_does_not_update_is_found_at_its_next_collective() -> None:
     assert found is not None
     assert (found.sequence, found.difference, found.culprits) == (2, Difference.STEP, (1,))
     assert found.step == 0
-    assert describe_difference(found, NAMES).startswith(
+    sentence = describe_difference(found, NAMES)
+    assert sentence.startswith(
         "The ranks issued the all-gather of (root) in forward in different steps: ranks 0, 2 in "
         "step 1 (train.py:7); rank 1 in step 0 (train.py:7). Rank 1 did more or fewer backward "
         "passes or optimizer steps than before."
     )
+    assert "still pairs the same tensors, but of different steps" in sentence
+    assert "wrong" not in sentence
 
 
 def test_two_threads_on_one_process_group_are_no_rank_s_fault() -> None:
