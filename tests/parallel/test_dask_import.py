@@ -132,6 +132,7 @@ def import_with_and_without_dask(traces: Path, folder: Path) -> Iterator[tuple[P
             [sys.executable, "-m", "fsdp_inspect", "import", traces, "--out", out, *dask],
             capture_output=True,
             text=True,
+            env={**os.environ, "COLUMNS": "1000"},  # a long path is not folded
         )
         yield out, ended.returncode, (ended.stdout + ended.stderr).replace(str(out), "RUN")
 
