@@ -20,7 +20,6 @@ from fsdp_inspect.trace.run import RunSource
 
 LEAST_BATCHES = 3
 """Fewer equal batches may be equal by chance, or because they are padding."""
-_TENSOR_PARALLEL = "tp"
 _SPLIT = frozenset({"replicate", "shard", "world", "other"})
 """Roles and dimensions of the groups in which the ranks can read different batches."""
 
@@ -135,22 +134,16 @@ def _same_order(observed: Observed) -> Iterator[TrainingFault]:
 
 def _differ_in_tensor_parallel(observed: Observed) -> Iterator[TrainingFault]:
     """Find ranks of one tensor-parallel group whose models receive different batches."""
-    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    for rank, record in observed.records.items():
-        if rank in observed.seen and _TENSOR_PARALLEL in record.coordinates:
-            others = [each for each in record.coordinates.items() if each[0] != _TENSOR_PARALLEL]
-            groups.setdefault(tuple(sorted(others)), []).append(rank)
-    for ranks in groups.values():
+    for ranks in observed.list_tensor_parallel():
         received = [[each.inputs for each in observed.seen[rank].batches] for rank in ranks]
         rounds = list(zip(*received, strict=False))
-        if len(ranks) < 2 or len(rounds) < LEAST_BATCHES:
+        if len(rounds) < LEAST_BATCHES:
             continue
         if all(None not in each and len(set(each)) == len(ranks) for each in rounds):
             yield TrainingFault(
                 TrainingCheck.BATCHES,
-                tuple(sorted(ranks)),
-                f"{capitalize(format_ranks(sorted(ranks)))} share tensors, and train on different "
-                "batches.",
+                tuple(ranks),
+                f"{capitalize(format_ranks(ranks))} share tensors, and train on different batches.",
                 "These ranks are one tensor-parallel group: each computes a part of every "
                 f"activation. In {plural(len(rounds), 'batch', 'batches')}, their models received "
                 "different values.",

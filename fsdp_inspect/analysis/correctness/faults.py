@@ -12,6 +12,9 @@ DATA_DIMENSIONS = ("replicate", "shard", "dp", "data")
 """Dimensions of the mesh whose ranks split the data."""
 _WHOLE = frozenset({*DATA_DIMENSIONS, "world", "other", ""})
 
+_TENSOR = "tp"
+"""The dimension of the mesh whose ranks split tensors."""
+
 LEAST_STREAK = 5
 """The fewest looked-at updates in a row that show a mistake which began late."""
 
@@ -97,6 +100,16 @@ class Observed:
         return [
             ranks for ranks in by_part.values() if len({self.place_of(rank) for rank in ranks}) > 1
         ]
+
+    def list_tensor_parallel(self) -> list[list[int]]:
+        """The ranks of each tensor-parallel group: two at least."""
+        groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank in sorted(self.seen):
+            coordinates = self.records[rank].coordinates
+            if _TENSOR in coordinates:
+                others = tuple(sorted(each for each in coordinates.items() if each[0] != _TENSOR))
+                groups.setdefault(others, []).append(rank)
+        return [ranks for ranks in groups.values() if len(ranks) > 1]
 
     def place_of_update(self, rank: int) -> str:
         """The line of the first optimizer of a rank that steps; empty: none was observed."""

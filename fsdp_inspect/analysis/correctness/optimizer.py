@@ -65,21 +65,19 @@ def _left_out(observed: Observed, ranks: Sequence[int]) -> Iterator[TrainingFaul
     late = {rank: seen for rank in ranks if (seen := observed.seen[rank].late) is not None}
     most = max((each.num_updates for each in late.values()), default=0)
     fewer = [rank for rank, each in late.items() if each.num_updates < most]
-    is_known = len({each.num_backwards for each in late.values()}) == 1
-    is_known &= all(each.num_updates for each in late.values())
-    if not (fewer and is_known):
+    backwards = {each.num_backwards for each in late.values()}
+    if not fewer or len(backwards) > 1 or not all(each.num_updates for each in late.values()):
         return
     if min(most - late[rank].num_updates for rank in fewer) < _LEAST_LEFT_OUT:
         return
     others = [rank for rank in late if rank not in fewer]
-    [backwards] = {each.num_backwards for each in late.values()}
     counts = "; ".join(f"rank {rank}: {late[rank].num_updates}" for rank in sorted(late)[:_SHOWN])
     yield TrainingFault(
         TrainingCheck.OPTIMIZER,
         tuple(fewer),
         f"{capitalize(format_ranks(fewer))} left out updates that {format_ranks(others)} made.",
-        f"After {backwards} backwards on each rank, the updates are {counts}. The parameters of "
-        "these ranks are from different updates since.",
+        f"After {backwards.pop()} backwards on each rank, the updates are {counts}. The "
+        "parameters of these ranks are from different updates since.",
         "Decide on all ranks together whether an update is left out: reduce the condition over "
         "them first. A gradient scaler of FSDP1 must be ShardedGradScaler, which does so.",
         observed.place_of_update(others[0]),

@@ -14,7 +14,6 @@ from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, Tr
 from fsdp_inspect.formatting import capitalize, format_ranks, plural
 
 _LEAST_STEPS = 3
-_TENSOR = "tp"
 
 
 def check_random(observed: Observed) -> Iterator[TrainingFault]:
@@ -42,7 +41,7 @@ def check_random(observed: Observed) -> Iterator[TrainingFault]:
                 is_note=True,
             )
             break
-    for ranks in _tensor_parallel(observed):
+    for ranks in observed.list_tensor_parallel():
         rounds = _rounds(states, ranks)
         if len(rounds) >= _LEAST_STEPS and all(len(set(each)) > 1 for each in rounds):
             yield TrainingFault(
@@ -63,14 +62,3 @@ def _rounds(states: dict[int, dict[int, int]], ranks: list[int]) -> list[list[in
     """The states of the ranks in each step in which all of them draw."""
     own = [states[rank] for rank in ranks]
     return [[each[step] for each in own] for step in sorted(set.intersection(*map(set, own)))]
-
-
-def _tensor_parallel(observed: Observed) -> Iterator[list[int]]:
-    """The ranks of each tensor-parallel group."""
-    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    for rank in sorted(observed.seen):
-        coordinates = observed.records[rank].coordinates
-        if _TENSOR in coordinates:
-            others = tuple(sorted(each for each in coordinates.items() if each[0] != _TENSOR))
-            groups.setdefault(others, []).append(rank)
-    yield from (ranks for ranks in groups.values() if len(ranks) > 1)

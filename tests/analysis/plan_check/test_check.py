@@ -180,37 +180,31 @@ def test_units_kept_between_microbatches_are_no_contradiction_and_are_named():
     assert check.loop.kept_between_microbatches == BLOCKS
 
 
-def test_a_unit_that_evaluation_left_unsharded_is_not_gathered_again():
-    freed = [(unit, Phase.BACKWARD) for unit in BLOCKS]
-    builder = trained(reshard=False, without=freed)
+def evaluated_before_a_step(*, reshards: bool) -> RunBuilder:
+    """Units that stay unsharded; `reshards`: the script reshards them after an evaluation."""
+    builder = trained(reshard=False, without=[(unit, Phase.BACKWARD) for unit in BLOCKS])
     rank = builder.rank(0)
     rank.step(2, 2000, 3000)
     for unit in BLOCKS:
         evaluation = {"phase": Phase.EVALUATION}
         rank.all_gather(unit, 2000, 2005, bytes=MESSAGE_BYTES, **evaluation)
         rank.add(EventKind.FORWARD, 2005, 2010, unit=unit, **evaluation)
+        if reshards:  # no event shows it
+            rank.all_gather(unit, 2015, 2020, bytes=MESSAGE_BYTES)
         rank.forward(unit, 2020, 2030)
         rank.backward(unit, 2040, 2050)
         rank.reduce_scatter(unit, 2050, 2055, bytes=MESSAGE_BYTES)
-    check = check_plan(builder.build())
+    return builder
+
+
+def test_a_unit_that_evaluation_left_unsharded_is_not_gathered_again():
+    check = check_plan(evaluated_before_a_step(reshards=False).build())
     assert check.is_consistent is True
     assert check.units[0].all_gather.expected_count == 2
 
 
 def test_a_unit_may_be_resharded_between_evaluation_and_training():
-    freed = [(unit, Phase.BACKWARD) for unit in BLOCKS]
-    builder = trained(reshard=False, without=freed)
-    rank = builder.rank(0)
-    rank.step(2, 2000, 3000)
-    for unit in BLOCKS:
-        evaluation = {"phase": Phase.EVALUATION}
-        rank.all_gather(unit, 2000, 2005, bytes=MESSAGE_BYTES, **evaluation)
-        rank.add(EventKind.FORWARD, 2005, 2010, unit=unit, **evaluation)
-        rank.all_gather(unit, 2015, 2020, bytes=MESSAGE_BYTES)  # after reshard(), which is no event
-        rank.forward(unit, 2020, 2030)
-        rank.backward(unit, 2040, 2050)
-        rank.reduce_scatter(unit, 2050, 2055, bytes=MESSAGE_BYTES)
-    found = check_plan(builder.build())
+    found = check_plan(evaluated_before_a_step(reshards=True).build())
     assert [each.is_consistent for each in found.units] == [True] * len(BLOCKS)
 
 
