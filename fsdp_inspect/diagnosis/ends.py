@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fsdp_inspect.trace.black_box import BlackBox
+from fsdp_inspect.trace.live_memory import HOST_ALLOCATION_FAILED
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump
 
@@ -64,9 +65,7 @@ _TIMED_OUT = re.compile(r"time[ds]? ?out|timing out", re.IGNORECASE)
 _OF_PYTHON = re.compile(r"^(Connection\w*|BrokenPipe|Timeout)Error at step|DataLoader")
 """Errors that Python code raises. A collective or the store raises a `RuntimeError`."""
 _OF_DEVICE = re.compile(r"CUDA error:")
-_OUT_OF_MEMORY = re.compile(
-    r"^(OutOfMemoryError|MemoryError|.*DefaultCPUAllocator: (not enough|can't))"
-)
+_OUT_OF_MEMORY = re.compile(rf"^(OutOfMemoryError|MemoryError|.*{HOST_ALLOCATION_FAILED.pattern})")
 
 
 def has_timed_out(detail: str) -> bool:

@@ -949,7 +949,7 @@ class Attachment:
             communication_error=find_communication_error(error),
         )
         self._writer.flush_soon()  # the launcher may end this rank before it closes the recording
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error, self._device):
             return sentences[0]
         try:
             self._report_out_of_memory(error)

@@ -28,6 +28,7 @@ from fsdp_inspect.recording.torch_api.cuda import (
 )
 from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.codes import Phase
+from fsdp_inspect.trace.live_memory import HOST_ALLOCATION_FAILED
 from fsdp_inspect.trace.run import Unit
 
 SNAPSHOT_FILE = "memory_snapshot.pickle"
@@ -65,9 +66,12 @@ class MemoryHistory:
             stop_history()
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error is an out-of-memory of the device or the host."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
+def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
+    """Whether the error is an out-of-memory of the device on which the model trains."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    is_of_host = isinstance(error, MemoryError) or HOST_ALLOCATION_FAILED.search(_text_of(error))
+    return device.type == "cpu" and bool(is_of_host)
 
 
 def describe_failure(error: BaseException, session: Session, units: Sequence[Unit]) -> str:

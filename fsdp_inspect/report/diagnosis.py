@@ -60,7 +60,7 @@ from fsdp_inspect.store.reduction.order_wording import (
     shorten_place,
 )
 from fsdp_inspect.store.reduction.out_of_memory_wording import describe_out_of_memory
-from fsdp_inspect.trace.codes import NO_UNIT
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind
 from fsdp_inspect.trace.numerics import Place
 from fsdp_inspect.trace.run import StartStage
 
@@ -521,8 +521,8 @@ def _how_died(found: Diagnosis) -> str:
     if kind is EndKind.INTERRUPTED:
         return f"{who} was interrupted (SIGINT, such as Ctrl-C){where}.{_waited(found)}"
     if kind in (EndKind.EXCEPTION, EndKind.PEER_LOST):
-        at = f" ({shorten_place(first.end.failed_at)})" if first and first.end.failed_at else ""
-        return f"{who} failed with {_clip(found.failure)}{at}.{_waited(found)}{_before(found)}"
+        failed = _failed_with(found, first)
+        return f"{who} failed with {failed}.{_waited(found)}{_before(found)}"
     if kind is EndKind.VANISHED:
         may_have_crashed = first is not None and first.end.may_have_crashed
         crashed = " crashed in native code," if may_have_crashed else ""
@@ -568,11 +568,18 @@ def _before(found: Diagnosis) -> str:
 
 def _out_of_memory(found: Diagnosis) -> str:
     if found.out_of_memory is not None:
-        others = f" {capitalize(format_ranks(found.ranks))} failed." if len(found.ranks) > 1 else ""
+        who = capitalize(format_ranks(found.ranks))
         sentence = describe_out_of_memory(found.out_of_memory.record, found.unit_names)
-        return f"{sentence}{others}{_before(found)}"
+        return f"{sentence} {who} failed.{_before(found)}"
     who = capitalize(format_ranks(found.ranks))
-    return f"{who} ran out of memory: {_clip(found.failure)}.{_waited(found)}{_before(found)}"
+    failed = _failed_with(found, found.state_of(found.ranks[0]) if found.ranks else None)
+    return f"{who} ran out of memory: {failed}.{_waited(found)}{_before(found)}"
+
+
+def _failed_with(found: Diagnosis, state: RankState | None) -> str:
+    """The error of a rank with its line."""
+    at = f" ({shorten_place(state.end.failed_at)})" if state and state.end.failed_at else ""
+    return f"{_clip(found.failure)}{at}"
 
 
 def _position(state: RankState | None) -> str:
@@ -1007,7 +1014,7 @@ def _next(found: Diagnosis) -> Iterator[str]:
                 "again."
             )
     if found.out_of_memory is not None:
-        yield from list_next_steps(found.plans)
+        yield from list_next_steps(found.out_of_memory, found.plans)
         return
     if found.difference is not None and found.difference.is_race:
         yield _OWN_GROUP
@@ -1052,8 +1059,30 @@ def _next_for_problem(found: Diagnosis) -> Iterator[str]:
         )
     elif found.problem is ProblemClass.ORDER_DIVERGED and _is_of_steps(found):
         yield "Decide on all ranks together whether a backward or an update is left out."
+    elif found.problem is ProblemClass.ORDER_DIVERGED and (outside := _issued_outside(found)):
+        where = " and ".join(shorten_place(each) for each in outside)
+        yield (
+            f"Let all ranks issue the collective of {where} at the same point of the step, or let "
+            "none issue it: look for a condition on the rank or its data."
+        )
+        yield _ON_DESYNC
+    elif found.problem is ProblemClass.FOREIGN_COLLECTIVE and _is_point_to_point(found):
+        yield "Look for the send or the receive that has no counterpart on the other rank."
     elif found.problem is not None:
         yield from _NEXT.get(found.problem, ())
+
+
+def _issued_outside(found: Diagnosis) -> list[str]:
+    """The lines of the differing collectives that no unit issued."""
+    issued = () if found.difference is None else found.difference.issued
+    lines = [str(each.place) for _, each in issued if each.unit == NO_UNIT and each.place]
+    return list(dict.fromkeys(lines))
+
+
+def _is_point_to_point(found: Diagnosis) -> bool:
+    """Whether a rank's last collective is a send or a receive."""
+    lasts = [state.last for state in found.states if state.last is not None]
+    return any(last.kind == EventKind.POINT_TO_POINT for last in lasts)
 
 
 def _is_of_steps(found: Diagnosis) -> bool:
@@ -1089,8 +1118,15 @@ def _next_for_rank(found: Diagnosis) -> Iterator[str]:
             "Look for the end of the data loader's worker: the kernel may have killed it for "
             "memory. Use fewer workers, or smaller batches."
         )
+    if found.problem is ProblemClass.RANK_DIED:
+        yield _NEXT_FOR_END.get(state.end.kind if state else EndKind.UNKNOWN, _READ_LOG)
     if state is None:
         return
+    if state.process is not None and state.process.state is ProcessState.STOPPED:
+        yield (
+            "Find out who stopped the process: Ctrl-Z, a scheduler that suspends jobs, or a "
+            "debugger. `kill -CONT PID` on that rank's machine continues it."
+        )
     if found.problem is ProblemClass.RANK_LATE and state.activity is not None:
         yield from _NEXT_FOR.get(state.activity.kind, ())
     if state.process is not None and state.process.is_paging:
@@ -1106,11 +1142,12 @@ def _is_exact(found: Diagnosis) -> bool:
     return first is not None and first.is_exact
 
 
+_ON_DESYNC = "Stop at the next such step with Recorder(on_desync='raise')."
 _NEXT: dict[ProblemClass, tuple[str, ...]] = {
     ProblemClass.ORDER_DIVERGED: (
         "Make every rank run the same units in the same order: a branch that depends on the data "
         "or the rank must be taken by all ranks, or call the unit on dummy input.",
-        "Stop at the next such step with Recorder(on_desync='raise').",
+        _ON_DESYNC,
     ),
     ProblemClass.SIZE_MISMATCH: (
         "Compare the model and the dtypes of the ranks: they must build the same model.",
@@ -1119,7 +1156,6 @@ _NEXT: dict[ProblemClass, tuple[str, ...]] = {
         "Give all ranks equally many batches: DistributedSampler(drop_last=True), or stop all "
         "ranks at the smallest number.",
     ),
-    ProblemClass.RANK_DIED: ("Read the end of the log of a failed rank.",),
     ProblemClass.RANK_EXITED_EARLY: (
         "Find the condition on which that rank left the training loop before the others.",
     ),
@@ -1156,9 +1192,17 @@ _OWN_GROUP = (
     "process_group=dist.new_group(backend='gloo'))."
 )
 _ON_ONE_RANK = (
-    "Look at that line: if only some ranks reach it, let the others wait in a barrier, with a "
-    "timeout that is long enough."
+    "Find out why that line takes so long on that rank. If it has to, give the process group a "
+    "longer timeout: init_process_group(timeout=...)."
 )
+_READ_LOG = "Read the end of the log of a failed rank."
+_NEXT_FOR_END: dict[EndKind, str] = {
+    EndKind.EXCEPTION: "Read the whole traceback at the end of that rank's log.",
+    EndKind.VANISHED: (
+        "Look for what ended it: the kernel's log (dmesg), the log of the launcher or the "
+        "scheduler, and calls of os._exit in the script."
+    ),
+}
 _NEXT_FOR: dict[ActivityKind, tuple[str, ...]] = {
     ActivityKind.DATA: (
         "Look at the data loader of that rank: its workers, its files and its network.",

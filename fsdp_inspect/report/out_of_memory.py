@@ -20,6 +20,7 @@ from fsdp_inspect.formatting import (
 from fsdp_inspect.report.memory_wording import describe_expandable
 from fsdp_inspect.results import to_plain
 from fsdp_inspect.store.reduction.order_wording import shorten_place
+from fsdp_inspect.trace.codes import NO_UNIT, Phase
 from fsdp_inspect.trace.live_memory import TENSORS, LiveBytes
 
 if TYPE_CHECKING:
@@ -295,12 +296,19 @@ def _what_frees(found: OutOfMemory, searched: PlanSearch) -> str:
     return f" Measured at the failure: {'; '.join(parts)}." if parts else ""
 
 
-def list_next_steps(searched: PlanSearch | None) -> Iterator[str]:
+def list_next_steps(found: OutOfMemory, searched: PlanSearch | None) -> Iterator[str]:
     """List the next steps after an out-of-memory.
 
     Args:
+        found: The failed allocation.
         searched: The plans that would have fitted; None: they were not searched.
     """
+    record = found.record
+    if record.phase == Phase.OUTSIDE.label and record.unit == NO_UNIT and record.location:
+        yield (
+            f"Look at {shorten_place(record.location)}: the request is made outside the units, so "
+            "a sharding plan does not make it smaller."
+        )
     if searched is None:
         yield "Show the live memory and the plans that would fit: `fsdp-inspect diagnose RUN`."
         return

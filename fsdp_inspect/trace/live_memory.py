@@ -6,6 +6,7 @@ allocated a storage.
 
 from __future__ import annotations
 
+import re
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -18,6 +19,8 @@ MOST_ROWS = 1000
 line."""
 MOST_CHANGES = 100_000
 """The number of changes of a step that a history may have, about 2 MB."""
+HOST_ALLOCATION_FAILED = re.compile(r"DefaultCPUAllocator: (not enough|can't)")
+"""The text of the `RuntimeError` with which torch's allocator of host memory fails."""
 OTHER = "other"
 """The category of that row."""
 RESTING = "resting"

@@ -252,6 +252,7 @@ def test_a_rank_that_vanished_before_the_hang_died() -> None:
     found = diagnose(run_of(boxes, statuses))
 
     assert (found.problem, found.ranks) == (ProblemClass.RANK_DIED, (1,))
+    assert describe_diagnosis(found).next[-1].startswith("Look for what ended it")
 
 
 def test_of_two_ranks_that_vanished_the_one_that_waited_is_no_culprit() -> None:
@@ -301,6 +302,9 @@ def test_an_exception_of_its_own_comes_before_lost_peers() -> None:
     found = diagnose(replace(run, ranks=[*run.ranks[:2], own]))
 
     assert (found.problem, found.ranks, found.location) == (ProblemClass.RANK_DIED, (2,), "t.py:4")
+    assert describe_diagnosis(found).next == (
+        "Read the whole traceback at the end of that rank's log.",
+    )
 
 
 def test_lost_peers_alone_name_nobody() -> None:
@@ -404,7 +408,7 @@ def test_a_death_without_a_race_is_not_blamed_on_one(saving: Call, end: str) -> 
 
     assert (found.problem, found.is_certain) == (ProblemClass.RANK_DIED, True)
     text = describe_diagnosis(found)
-    assert "race" not in " ".join((text.sentence, *text.next))
+    assert " race" not in " ".join((text.sentence, *text.next))
 
 
 @pytest.mark.parametrize(
@@ -420,7 +424,9 @@ def test_why_a_rank_does_not_answer_is_seen_from_outside(state: str, words: str)
     watched = Watched(80 * SECOND, 0, 70 * SECOND, 0, state)
     found = diagnose(silent_run(replace(HEADER, sign_ns=9 * SECOND, watched=watched)))
     assert found.problem is ProblemClass.RANK_LATE
-    assert words in describe_diagnosis(found).sentence
+    text = describe_diagnosis(found)
+    assert words in text.sentence
+    assert any("kill -CONT" in step for step in text.next) is (state == "T")
 
 
 @pytest.mark.parametrize(("began_s", "is_named"), [(11, True), (79, False)])
@@ -831,6 +837,28 @@ def test_unequal_sizes_of_one_line_without_a_unit_are_no_other_order() -> None:
     assert step.startswith("Give the tensor of that line the same size and dtype on all ranks")
 
 
+def test_a_collective_that_some_ranks_issue_outside_the_units_is_not_blamed_on_units() -> None:
+    barrier = Call(NO_UNIT, kind=EventKind.ALL_REDUCE, has_finished=False)
+    calls = {0: barrier, 1: Call(0, has_finished=False), 2: Call(0, has_finished=False)}
+    boxes = {rank: make_box([*DONE, call], RANKS, HUNG) for rank, call in calls.items()}
+    found = diagnose(run_of(boxes))
+
+    assert found.problem is ProblemClass.ORDER_DIVERGED
+    step = describe_diagnosis(found).next[0]
+    assert step.startswith("Let all ranks issue the collective of train.py:7 at the same point")
+
+
+def test_a_send_without_a_receive_is_no_collective_that_all_ranks_must_call() -> None:
+    send = Call(NO_UNIT, kind=EventKind.POINT_TO_POINT, bytes=4, group=1, has_finished=False)
+    boxes = {rank: make_box([*DONE, Call(0, has_finished=False)], RANKS, HUNG) for rank in RANKS}
+    boxes[0] = make_box([*DONE, send], RANKS, HUNG)
+    torch = '  File "/site-packages/torch/distributed/distributed_c10d.py", line 9 in send\n'
+    found = diagnose(run_of(boxes, dumps={0: dump_at("dist.send(loss, 1)", inner=torch)}))
+
+    assert found.problem is ProblemClass.FOREIGN_COLLECTIVE
+    assert "the send or the receive that has no counterpart" in describe_diagnosis(found).next[0]
+
+
 def test_a_late_rank_that_is_killed_later_is_told() -> None:
     boxes = all_wait()
     gone = replace(HUNG, ended_unix_ns=95 * SECOND)
@@ -955,7 +983,7 @@ def test_the_error_of_a_worker_is_shown_with_its_text() -> None:
 def test_a_late_rank_in_its_own_code_has_a_next_step() -> None:
     boxes = {rank: waiting(rank) for rank in RANKS}
     found = diagnose(run_of(boxes, dumps={1: dump_at("total += fold(part)")}))
-    assert "if only some ranks reach it" in " ".join(describe_diagnosis(found).next)
+    assert "why that line takes so long" in " ".join(describe_diagnosis(found).next)
 
 
 def test_a_rank_that_was_killed_in_a_unit_has_the_unit_in_json() -> None:

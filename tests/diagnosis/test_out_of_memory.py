@@ -125,7 +125,7 @@ def test_the_diagnosis_has_the_position_of_the_report() -> None:
     assert written["class"] == "out of memory"
     assert written["sentence"] == (
         "Out of memory in forward of layers.0, step 5: allocating 30.0 MiB failed at "
-        "me/net.py:8, with 84.0 MiB of the limit of 100 MiB allocated."
+        "me/net.py:8, with 84.0 MiB of the limit of 100 MiB allocated. Rank 1 failed."
     )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_inspect import Recorder
 from fsdp_inspect.diagnosis.fitting_plans import NoPlans, search_plans
 from fsdp_inspect.recording import attachment
+from fsdp_inspect.recording.failure import is_out_of_memory
 from fsdp_inspect.recording.launcher import parse_arguments
 from fsdp_inspect.recording.out_of_memory import (
     CudaLimit,
@@ -26,6 +27,7 @@ from fsdp_inspect.recording.out_of_memory import (
 )
 from fsdp_inspect.recording.storage_log import Moment, StorageLog
 from fsdp_inspect.recording.storage_tracker import FailedAllocation, find_storages
+from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.report.out_of_memory import describe_fitting_plans, describe_memory_at_failure
 from fsdp_inspect.run import Run
 from fsdp_inspect.store import writer
@@ -142,6 +144,33 @@ def test_a_report_that_cannot_be_written_leaves_the_error_and_the_diagnosis(
     found = Run(opened).diagnose()
     assert found.problem == "out of memory"
     assert "Tried to allocate 500 KiB" in found.failure
+
+
+def test_a_request_of_the_script_that_the_host_refuses_is_reported_with_its_line(
+    one_rank: None, tmp_path: Path
+) -> None:
+    model = fully_shard(nn.Linear(64, 64))
+
+    def loop() -> None:
+        with Recorder(model, path=tmp_path / "run", print_verdict=False) as recorder:
+            for _ in range(3):
+                with recorder.step():
+                    model(torch.ones(8, 64)).sum().backward()
+                torch.empty(1 << 50, dtype=torch.uint8)
+
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        loop()
+    found = Run(open_run(tmp_path / "run")).diagnose()
+    text = describe_diagnosis(found)
+    assert "allocating 1,024 TiB failed at" in text.sentence
+    assert "test_out_of_memory.py" in text.sentence
+    assert "the request is made outside the units" in text.next[0]
+
+
+def test_an_error_of_the_host_says_nothing_of_a_devices_memory() -> None:
+    assert is_out_of_memory(MemoryError(), torch.device("cpu"))
+    assert not is_out_of_memory(MemoryError(), torch.device("cuda"))
+    assert is_out_of_memory(torch.OutOfMemoryError(CUDA_MESSAGE), torch.device("cuda"))
 
 
 def test_a_report_that_fails_is_noted(
