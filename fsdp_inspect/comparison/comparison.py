@@ -196,8 +196,8 @@ def _find_run_caveats(sides: Sequence[MeasuredSide]) -> Iterator[str]:
     """Name runs that are not complete, other plain steps, and imported traces of one step."""
     for side in sides:
         for run in side.runs:
-            if run.other_plain_steps is not None:
-                yield f"Run {run.summary.run_id} of {side.label}: {run.other_plain_steps}"
+            if (caveat := run.trust.other_plain_steps_caveat) is not None:
+                yield f"Run {run.summary.run_id} of {side.label}: {caveat}"
             if run.summary.status not in ("complete", "imported"):
                 yield (
                     f"Run {run.summary.run_id} of {side.label} is {run.summary.status}: the "

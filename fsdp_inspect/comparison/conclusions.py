@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from fsdp_inspect.analysis.trust import find_run_delay_difference
 from fsdp_inspect.comparison.causes import find_causes, parts_of
 from fsdp_inspect.comparison.differences import (
     CategoryComparison,
@@ -166,6 +167,8 @@ def _conclude(evidence: ConclusionEvidence, other: int) -> Conclusion:
     reasons = [*_phrase_counts(evidence, other), *_phrase_memory(evidence, other)]
     if judged.verdict is NoiseVerdict.DIFFERENT:
         reasons = [*_phrase_parts(evidence, other), *reasons]
+    if judged.verdict is NoiseVerdict.UNKNOWN:
+        reasons = [*_phrase_moved_parts(evidence, step, other), *reasons]
     is_certain = any(
         metric.is_exact and metric.judgements[other - 1].verdict is NoiseVerdict.DIFFERENT
         for metric in evidence.metrics
@@ -217,10 +220,25 @@ def _phrase_step_time(
             f"{_phrase_why_unknown(evidence, judged, other)}",
         )
     headline = f"{label} {_phrase_speed(judged.change)} {first}."
+    cores = _phrase_cores(evidence, other)
     if judged.p_value is None:
         missing = _phrase_missing_runs(evidence, judged, other)
-        return headline, f"{times}. To test the difference, {missing}."
-    return headline, f"{times} ({_interval(judged)}, p = {judged.p_value:.2g})."
+        return headline, f"{times}.{cores} To test the difference, {missing}."
+    return headline, f"{times} ({_interval(judged)}, p = {judged.p_value:.2g}).{cores}"
+
+
+def _phrase_cores(evidence: ConclusionEvidence, other: int) -> str:
+    """A sentence about a machine that was busy, as another reason for the difference."""
+    trusts = [evidence.runs[side].trust for side in (0, other)]
+    before, after = (trust.run_delay_ratio for trust in trusts)
+    is_busy = any(trust.are_cores_first() for trust in trusts)
+    if not is_busy and find_run_delay_difference([before], [after]) is None:
+        return ""
+    return (
+        " The difference may come from the machine: training threads had no CPU core for "
+        f"{format_ratio(before)} of the time in {evidence.labels[0]}, and for "
+        f"{format_ratio(after)} in {evidence.labels[other]}."
+    )
 
 
 def _are_of_other_models(evidence: ConclusionEvidence, other: int) -> bool:
@@ -271,11 +289,7 @@ def _interval(judged: Judgement) -> str:
 
 def _phrase_parts(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
     """Name the parts of the step that explain the change, and the unit that changes most there."""
-    changes = [
-        (part.name, change)
-        for part in evidence.parts
-        if (change := part.changes_ns[other - 1]) is not None
-    ]
+    changes = _changes_of_parts(evidence, other)
     total = sum(change for _, change in changes)
     explaining = sorted(
         (pair for pair in changes if total and pair[1] / total >= _SHARE_OF_A_REASON),
@@ -302,6 +316,29 @@ def _phrase_parts(evidence: ConclusionEvidence, other: int) -> Iterator[str]:
         yield (
             f"The unit with the largest change in {part} is {units}: "
             f"{_signed_ns(moved[0])} per step."
+        )
+
+
+def _changes_of_parts(evidence: ConclusionEvidence, other: int) -> list[tuple[str, int]]:
+    """The parts of the step with their changes in ns."""
+    changes = ((part.name, part.changes_ns[other - 1]) for part in evidence.parts)
+    return [(name, change) for name, change in changes if change is not None]
+
+
+def _phrase_moved_parts(
+    evidence: ConclusionEvidence, step: MetricComparison, other: int
+) -> Iterator[str]:
+    """Name parts that change by more than equal processes differ, although the step does not."""
+    least = PROCESS_NOISE_RATIO * (step.values[0] or 0)
+    moved = [pair for pair in _changes_of_parts(evidence, other) if abs(pair[1]) > least > 0]
+    if moved:
+        named = ", ".join(
+            f"{find_metric(f'{name}_ns').label} {_signed_ns(change)}"
+            for name, change in sorted(moved, key=lambda pair: -abs(pair[1]))
+        )
+        yield (
+            f"Parts of the typical step change by more than {PROCESS_NOISE_RATIO:.0%} of it: "
+            f"{named}."
         )
 
 

@@ -8,7 +8,7 @@ from string import ascii_uppercase
 from fsdp_inspect.analysis.kernels import Kernels, find_profile
 from fsdp_inspect.analysis.scalars import ScalarSeries, measure_loss
 from fsdp_inspect.analysis.summary import Summary, measure_summary
-from fsdp_inspect.analysis.trust import measure_trust
+from fsdp_inspect.analysis.trust import Trust, measure_trust
 from fsdp_inspect.comparison.increases import LineBytes, lines_at
 from fsdp_inspect.comparison.settings import are_repeats
 from fsdp_inspect.trace.run import RunManifest, RunSource, TableOrigin, Unit
@@ -20,8 +20,7 @@ class MeasuredRun:
 
     manifest: RunManifest
     summary: Summary
-    other_plain_steps: str | None = None
-    """The sentence of `OtherPlainSteps`; None: there are none."""
+    trust: Trust = Trust()
     lines: tuple[LineBytes, ...] = ()
     """The lines that allocated the memory at the peak of the memory steps; empty: not recorded."""
     loss: ScalarSeries | None = None
@@ -117,7 +116,7 @@ def _measure(run: RunSource, summary: Summary) -> MeasuredRun:
     return MeasuredRun(
         run.manifest,
         summary,
-        measure_trust(run).other_plain_steps_caveat,
+        measure_trust(run),
         () if peak is None else lines_at(run, peak),
         measure_loss(run),
     )

@@ -816,20 +816,18 @@ def _no_problem(found: Diagnosis) -> str:
         return (
             f"{how}, and their collectives agree in kind, size and order. Speed is not judged here."
         )
-    missing = format_ranks(found.missing_ranks) if found.missing_ranks else ""
-    verb = "is" if len(found.missing_ranks) == 1 else "are"
     match found.unknown:
         case Unknown.MISSING_RANKS if found.wait is not None:
             what = describe_issued(found.wait.issued, found.unit_names)
             waiting = format_ranks(found.wait.waiting)
             return (
                 f"Cannot tell which rank is late: {waiting} waited in {what}{of_step(found.step)}, "
-                f"and {missing or 'the other ranks'} {verb} not in this folder."
+                f"and {_without_record(found)}."
             )
         case Unknown.MISSING_RANKS if any(state.start_stage for state in found.states):
             return _no_start_record(found)
         case Unknown.MISSING_RANKS:
-            return f"Cannot tell: {missing} {verb} not in this folder."
+            return f"Cannot tell: {_without_record(found)}."
         case Unknown.IMPORTED:
             return "Cannot tell: an imported trace does not show how the ranks ended."
         case Unknown.TIME_OF_DUMP:
@@ -887,10 +885,16 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
             )
     yield from _changes(found)
     if found.missing_ranks:
-        verb = "is" if len(found.missing_ranks) == 1 else "are"
-        yield f"{capitalize(format_ranks(found.missing_ranks))} {verb} not in this folder."
+        yield f"{capitalize(_without_record(found))}."
     if found.oom_kills:
         yield f"The kernel killed {found.oom_kills} processes for memory during the run."
+
+
+def _without_record(found: Diagnosis) -> str:
+    """`rank 1 has no record in this folder`"""
+    verb = "has" if len(found.missing_ranks) == 1 else "have"
+    who = format_ranks(found.missing_ranks) if found.missing_ranks else "the other ranks"
+    return f"{who} {verb} no record in this folder"
 
 
 def _describe_event(event: RunEvent) -> str:

@@ -11,6 +11,7 @@ import pytest
 from fsdp_inspect.cli import INTERRUPTED, application
 from fsdp_inspect.cli.sections import SECTIONS
 from fsdp_inspect.version import __version__
+from tests.store.run_files import write_run
 
 COMMANDS = ("demo", "runs", "show", "plan", "app")
 
@@ -171,3 +172,12 @@ def test_show_without_a_section_is_short_and_names_the_sections(invoke, runs_fol
     for name in SECTIONS:
         if name not in lacking:
             assert invoke("show", runs_folder / "steady", name).code == 0
+
+
+def test_the_attempt_before_a_restart_is_named(invoke, tmp_path):
+    """Its failure has no other trace in the answer about the last attempt."""
+    write_run(tmp_path, num_steps=3)
+    assert "--attempt" not in invoke("diagnose", tmp_path).out
+    write_run(tmp_path, num_steps=5)
+    assert "--attempt 0`." in invoke("diagnose", tmp_path).out
+    assert "--attempt" not in invoke("diagnose", tmp_path, "--attempt", "0").out

@@ -15,6 +15,7 @@ from fsdp_inspect.report.comparison import render_comparison
 from fsdp_inspect.trace.codes import MemoryPoint, Phase
 from fsdp_inspect.trace.kernels import KernelColumns, KernelKind, KernelRecord
 from fsdp_inspect.trace.run import RunStatus
+from fsdp_inspect.trace.tables import DeviceTable
 from tests.builders import RunBuilder, steady_run
 from tests.report.terminal_text import text_of
 
@@ -147,6 +148,34 @@ def test_one_run_a_side_below_ten_percent_cannot_be_told_and_says_what_is_missin
         "here. "
         "To test the difference, record 4 more runs of A and 4 more of B."
     )
+
+
+def test_a_part_that_changes_more_than_the_noise_of_a_step_is_named():
+    [conclusion] = compare_runs(
+        run_of_step(100, exposed=10), run_of_step(107, exposed=40)
+    ).conclusions
+    assert conclusion.verdict is NoiseVerdict.UNKNOWN
+    assert conclusion.reasons[0] == (
+        "Parts of the typical step change by more than 10% of it: exposed all-gather +30 ns, "
+        "forward -23 ns."
+    )
+
+
+def starved(run, ratio):
+    """The run with a training thread that had no core for a fraction of the time."""
+    row = dict.fromkeys(DeviceTable.DTYPES, -1)
+    rows = [{**row, "time_ns": time, "run_delay_ns": time * ratio} for time in (100, 1100)]
+    return replace(run, device_tables={0: DeviceTable.from_rows(rows)})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_said"), [(0.3, 0.3, 1), (0, 0.2, 1), (0.1, 0.1, 0)]
+)
+def test_missing_cores_are_named_as_a_reason_for_other_times(before, after, is_said):
+    first, second = starved(run_of_step(100), before), starved(run_of_step(120), after)
+    [conclusion] = compare_runs(first, second).conclusions
+    assert conclusion.verdict is NoiseVerdict.DIFFERENT
+    assert ("The difference may come from the machine" in conclusion.sentence) is bool(is_said)
 
 
 def test_a_change_is_explained_by_the_part_and_the_unit_that_moved_in_it():
