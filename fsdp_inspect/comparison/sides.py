@@ -20,7 +20,7 @@ class MeasuredRun:
 
     manifest: RunManifest
     summary: Summary
-    trust: Trust = Trust()
+    trust: Trust
     lines: tuple[LineBytes, ...] = ()
     """The lines that allocated the memory at the peak of the memory steps; empty: not recorded."""
     loss: ScalarSeries | None = None

@@ -891,7 +891,7 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
 
 
 def _without_record(found: Diagnosis) -> str:
-    """`rank 1 has no record in this folder`"""
+    """A clause, such as `rank 1 has no record in this folder`."""
     verb = "has" if len(found.missing_ranks) == 1 else "have"
     who = format_ranks(found.missing_ranks) if found.missing_ranks else "the other ranks"
     return f"{who} {verb} no record in this folder"

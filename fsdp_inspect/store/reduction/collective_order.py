@@ -161,6 +161,8 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
     position, is_first = _first_position(list(rows.values()))
     if position is None:
         return None
+    num_ranks = len(rows)
+    rows = {rank: each for rank, each in rows.items() if _last(each) >= position}
     reader = _Reader(boxes, rows)
     sets = reader.sets_at(position)
     is_step = len(sets) == 1
@@ -170,7 +172,7 @@ def find_difference(boxes: Mapping[int, BlackBox], name: str) -> OrderDifference
         return None
     is_race = any(_is_race(each, position) for each in rows.values())
     is_open = is_race or len(sets) == 1
-    culprits, is_majority = ([], False) if is_open else _culprits(sets, reader, position)
+    culprits, is_majority = ([], False) if is_open else _culprits(sets, reader, position, num_ranks)
     others = [rank for rank in rows if rank not in culprits]
     difference = Difference.OTHER
     if is_step and len(sets) > 1:
@@ -266,18 +268,27 @@ def _is_race(rows: NDArray[np.void], position: int) -> bool:
 
 
 def _first_position(rows: Sequence[NDArray[np.void]]) -> tuple[int | None, bool]:
-    """The first common position with different digests, and whether all earlier ones are equal."""
-    low = max(int(each["sequence"][0]) for each in rows)
-    high = min(int(each["sequence"][-1]) for each in rows)
-    if high < low:
-        return None, False
-    digests = [_between(each, low, high)["digest"] for each in rows]
-    shortest = min(map(len, digests))
-    table = np.stack([each[:shortest] for each in digests])
-    differs = np.flatnonzero((table != table[0]).any(axis=0))
-    if len(differs) == 0:
-        return None, False
-    return low + int(differs[0]), int(differs[0]) > 0 or low == 0
+    """The first position with different digests, and whether all earlier ones are equal.
+
+    Ranks that have not reached a position are not compared there.
+    """
+    first = low = max(int(each["sequence"][0]) for each in rows)
+    for high in sorted({int(each["sequence"][-1]) for each in rows}):
+        digests = [_between(each, low, high)["digest"] for each in rows if _last(each) >= high]
+        if high < low or len(digests) < 2:
+            continue
+        shortest = min(map(len, digests))
+        table = np.stack([each[:shortest] for each in digests])
+        differs = np.flatnonzero((table != table[0]).any(axis=0))
+        if len(differs):
+            position = low + int(differs[0])
+            return position, position > first or first == 0
+        low = high + 1
+    return None, False
+
+
+def _last(rows: NDArray[np.void]) -> int:
+    return int(rows["sequence"][-1])
 
 
 def _between(rows: NDArray[np.void], low: int, high: int) -> NDArray[np.void]:
@@ -399,9 +410,10 @@ def phase_of(code: int) -> Phase:
     return _PHASES.get(code, Phase.OUTSIDE)
 
 
-def _culprits(sets: list[list[int]], reader: _Reader, position: int) -> tuple[list[int], bool]:
+def _culprits(
+    sets: list[list[int]], reader: _Reader, position: int, num_ranks: int
+) -> tuple[list[int], bool]:
     """The ranks that differ from most ranks, or else those that differ from their previous step."""
-    num_ranks = sum(map(len, sets))
     if len(sets[0]) * 2 > num_ranks:
         return sorted(rank for ranks in sets[1:] for rank in ranks), True
     departed = [reader.departs(ranks[0], position) for ranks in sets]

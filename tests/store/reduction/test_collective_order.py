@@ -128,6 +128,26 @@ def test_a_missing_rank_does_not_hide_the_difference() -> None:
     assert found.sequence == 1
 
 
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=30), st.data())
+def test_a_rank_that_is_behind_does_not_hide_the_difference_of_others(
+    units: list[int], data: st.DataObject
+) -> None:
+    """The rank that is behind may be one of a majority, so it can clear or accuse nobody."""
+    place = data.draw(st.integers(0, len(units) - 1))
+    num_reached = data.draw(st.integers(1, len(units)))
+    usual = [Call(unit) for unit in units]
+    changed = [*usual[:place], Call(units[place] + 5), *usual[place + 1 :]]
+    known = {rank: make_box(changed if rank == 1 else usual, range(4)) for rank in RANKS}
+    known[3] = make_box(usual[:num_reached], range(4))
+
+    found = find_difference(known, "all")
+
+    assert found is not None
+    assert (found.sequence, found.is_first) == (place, True)
+    assert found.culprits == ((1,) if num_reached > place else ())
+    assert found.is_majority is (num_reached > place)
+
+
 def test_sizes_of_all_to_all_may_differ() -> None:
     one = find_difference(boxes([Call(0, kind=EventKind.ALL_TO_ALL)]), "all")
     assert one is not None  # the kind differs
