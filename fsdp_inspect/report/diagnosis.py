@@ -435,6 +435,8 @@ _DOING = {
 
 def _activity(activity: Activity) -> str:
     words = _DOING[activity.kind]
+    if activity.kind is ActivityKind.COLLECTIVE and "init_process_group(" in activity.statement:
+        words = "waiting for the other ranks to start"
     if activity.frame is None:
         return words
     statement = f" (`{activity.statement}`)" if activity.statement else ""

@@ -1047,7 +1047,8 @@ def test_a_rank_without_a_record_of_its_start_is_named_with_what_is_unknown(
     stage: StartStage, ranks: tuple[int, ...], words: str
 ) -> None:
     boxes = {rank: make_box([], RANKS, HUNG) for rank in (0, 2)}
-    dumps = {rank: dump_at("dist.init_process_group()") for rank in boxes}
+    torch = '  File "/site-packages/torch/distributed/distributed_c10d.py", line 9 in init\n'
+    dumps = {rank: dump_at("dist.init_process_group()", inner=torch) for rank in boxes}
 
     found = diagnose(run_of(boxes, dumps=dumps, start_stage=stage))
 
@@ -1058,6 +1059,7 @@ def test_a_rank_without_a_record_of_its_start_is_named_with_what_is_unknown(
         f"{words}"
     )
     assert re.search(r"Ranks 0, 2: (no|a) process group", sentence)
+    assert "waiting for the other ranks to start at train.py:88" in sentence
 
 
 def test_of_ranks_in_a_circle_the_one_without_a_batch_had_fewer() -> None:

@@ -71,11 +71,13 @@ def _left_out(observed: Observed, ranks: Sequence[int]) -> Iterator[TrainingFaul
     if min(most - late[rank].num_updates for rank in fewer) < _LEAST_LEFT_OUT:
         return
     others = [rank for rank in late if rank not in fewer]
+    who = format_ranks(fewer) if len(fewer) <= _SHOWN else plural(len(fewer), "rank")
+    made = format_ranks(others) if len(others) == 1 else "other ranks"
     counts = "; ".join(f"rank {rank}: {late[rank].num_updates}" for rank in sorted(late)[:_SHOWN])
     yield TrainingFault(
         TrainingCheck.OPTIMIZER,
         tuple(fewer),
-        f"{capitalize(format_ranks(fewer))} left out updates that {format_ranks(others)} made.",
+        f"{capitalize(who)} left out updates that {made} made.",
         f"After {backwards.pop()} backwards on each rank, the updates are {counts}. The "
         "parameters of these ranks are from different updates since.",
         "Decide on all ranks together whether an update is left out: reduce the condition over "
