@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -90,9 +92,9 @@ class ParameterSamples:
         """See `LateSeen.digests`."""
         self._num_updates = 0
         self._last: list[torch.Tensor | None] = []
-        self._first: Sequence[torch.Tensor | None] = ()
-        """The sampled values before the first sampled update."""
         """The gradients after the last backward, as far as they have arrived."""
+        self._first: Sequence[NDArray[np.float64] | None] = ()
+        """The sampled values before the first sampled update. A memory step would count tensors."""
         self._finish: Callable[[list[torch.Tensor | None]], None] | None = None
         """Takes the parameters after the sampled update that runs."""
         self._keep: Callable[[list[torch.Tensor | None]], None] | None = None
@@ -274,13 +276,17 @@ class ParameterSamples:
         after: Sequence[torch.Tensor | None],
     ) -> None:
         lost = meant = still = 0
-        self._first = self._first or before
+        self._first = self._first or [
+            each if each is None else each.numpy().copy() for each in before
+        ]
         for gradient, first, old, new in zip(gradients, self._first, before, after, strict=True):
             if gradient is not None and old is not None and new is not None:
                 is_meant = (gradient != 0) & torch.isfinite(gradient)
                 meant += int(is_meant.sum())
                 lost += int((is_meant & (old == new)).sum())
-                still += 0 if first is None else int((is_meant & (first == new)).sum())
+                still += (
+                    0 if first is None else int((is_meant & (torch.from_numpy(first) == new)).sum())
+                )
         seen = UpdateSeen(
             step=step,
             rate=rate,
