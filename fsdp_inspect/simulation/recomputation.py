@@ -256,11 +256,14 @@ def _refuse_memory(
 
 
 def _forgetting(memory: MemoryWork, pieces: Sequence[Piece], added: Collection[int]) -> MemoryWork:
-    """The memory of the workload if some units drop their activations in forward."""
+    """The memory of the workload if some units drop their activations in forward.
+
+    A stretch of backward can have a piece of its own, which keeps nothing in forward.
+    """
     return replace(
         memory,
         pieces=[
-            _forgotten(each) if piece.unit in added else each
+            _forgotten(each) if piece.unit in added and each.kept else each
             for piece, each in zip(pieces, memory.pieces, strict=True)
         ],
     )
