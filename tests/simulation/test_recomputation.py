@@ -58,6 +58,20 @@ def test_a_forward_that_rises_higher_than_its_backward_does_so_when_it_is_repeat
     assert pieces[0].backward_rise == 5000
 
 
+def test_a_piece_of_a_block_that_keeps_nothing_keeps_no_output():
+    """Such as the part of a backward outside the block's own, which a busy machine makes visible."""
+    work, _ = run()
+    outside = PieceMemory(0, 0, BACKWARD_RISE, output=OUTPUT)
+    memory = work.workload.memory
+    workload = replace(
+        work.workload,
+        pieces=[*work.workload.pieces, Piece(1, 0, MS)],
+        memory=replace(memory, pieces=[*memory.pieces, outside]),
+    )
+    found = recompute(replace(work, workload=workload), block_plan(), checkpointed())
+    assert found.work.workload.memory.pieces[-1] == outside
+
+
 def test_the_peak_falls_by_what_all_blocks_but_the_running_one_forget():
     work, _ = run()
     before = work.simulate().peak_bytes
