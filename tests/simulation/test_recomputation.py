@@ -59,7 +59,7 @@ def test_a_forward_that_rises_higher_than_its_backward_does_so_when_it_is_repeat
 
 
 def test_a_piece_of_a_block_that_keeps_nothing_keeps_no_output():
-    """Such as the part of a backward outside the block's own, which a busy machine makes visible."""
+    """Such as the part of a backward outside that of the block, which a busy machine lengthens."""
     work, _ = run()
     outside = PieceMemory(0, 0, BACKWARD_RISE, output=OUTPUT)
     memory = work.workload.memory
