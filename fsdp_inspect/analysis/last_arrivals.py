@@ -19,7 +19,7 @@ from fsdp_inspect.analysis.shared_collectives import find_transfers
 from fsdp_inspect.analysis.step_selection import LEAST_LATE_RATIO, RankSteps, timed_ranks
 from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_ns
-from fsdp_inspect.trace.codes import COLLECTIVES
+from fsdp_inspect.trace.codes import COLLECTIVES, NO_UNIT
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable
 
@@ -79,6 +79,7 @@ def set_waits_apart(
 
     See [Note: waits that stay]. The start of a collective moves; its end stays. If collectives run
     beside compute, a wait in them need not delay the step, so their durations keep no wait at all.
+    Collectives of no unit keep theirs: a simulated step has them as they were.
 
     Args:
         run: A recorded run.
@@ -112,9 +113,10 @@ def set_waits_apart(
     for step, amount in zip(steps.tolist(), stays_ns.tolist(), strict=True):
         of_step = np.flatnonzero(rows.step == step)
         own = waits[of_step]
-        stay_ns += min(amount, int(own.sum()))
         kept = shorten_longest(own, amount) if is_blocking else np.zeros_like(own)
-        starts[collectives[of_step]] += own - kept
+        lost = np.where(rows.unit[of_step] == NO_UNIT, 0, own - kept)
+        starts[collectives[of_step]] += lost
+        stay_ns += min(amount, int(own.sum())) * int(lost.sum()) // max(int((own - kept).sum()), 1)
     return replace(events, start_ns=starts), round(stay_ns / max(len(steps), 1))
 
 

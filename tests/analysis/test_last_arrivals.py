@@ -90,8 +90,11 @@ def test_bus_bandwidths_of_a_published_run_are_found_again():
     }
 
 
-def late_run(own_starts, late_starts, ends):
-    """Gathers of two ranks, in one step after a warm-up step; rank 1 enters later."""
+def late_run(own_starts, late_starts, ends, *, has_reduce=False):
+    """Gathers of two ranks, in one step after a warm-up step; rank 1 enters later.
+
+    With `has_reduce`, the first one is an all-reduce of no unit instead.
+    """
     builder = RunBuilder(world_size=2)
     for number, starts in enumerate((own_starts, late_starts)):
         rank = builder.rank(number)
@@ -99,13 +102,11 @@ def late_run(own_starts, late_starts, ends):
             at = 2000 * step
             rank.step(step, at, at + 2000)
             for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
-                rank.all_gather(
-                    f"layers.{place}",
-                    at + start,
-                    at + end,
-                    need=at + start,
-                    sequence=2 * step + place,
-                )
+                span = {"start": at + start, "end": at + end, "need": at + start}
+                if has_reduce and not place:
+                    rank.all_reduce(None, **span, sequence=step)
+                else:
+                    rank.all_gather(f"layers.{place}", **span, sequence=2 * step + place)
     return builder.build()
 
 
@@ -124,6 +125,16 @@ def test_the_wait_for_a_rank_that_works_longer_is_no_part_of_a_transfer():
     waits = [member.exposed_ns[0] for member in timed_ranks(run).members]
     assert waits == [600 + 100, 100 + 100]
     assert without_waits(run) == ([100, 100], 500)
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_the_wait_in_a_collective_of_no_unit_stays_where_it_is(is_blocking):
+    """A simulated step has the all-reduces of tensor parallelism as they were."""
+    times = [100, 1000], [600, 1000], [700, 1100]
+    assert without_waits(late_run(*times, has_reduce=True), is_blocking=is_blocking) == (
+        [600, 100],
+        0,
+    )
 
 
 def test_waits_of_ranks_that_are_late_in_turns_are_no_work_of_any_rank():
