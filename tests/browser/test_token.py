@@ -26,7 +26,8 @@ def test_the_printed_url_opens_the_dashboard_and_leaves_the_address(token_server
     dashboard.settle()
     assert "token" not in dashboard.page.url
     cookies = dashboard.page.context.cookies(address)
-    (cookie,) = (found for found in cookies if found["name"].startswith("fsdp-inspect-token"))
+    name = f"fsdp-inspect-token-{address.rpartition(':')[2]}"  # other servers have their own
+    (cookie,) = (found for found in cookies if found["name"] == name)
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
     assert dashboard.page.evaluate("() => document.cookie").find("fsdp-inspect-token") == -1
 
