@@ -272,11 +272,15 @@ def _first_position(rows: Sequence[NDArray[np.void]]) -> tuple[int | None, bool]
 
     Ranks that have not reached a position are not compared there.
     """
-    first = low = max(int(each["sequence"][0]) for each in rows)
-    for high in sorted({int(each["sequence"][-1]) for each in rows}):
-        digests = [_between(each, low, high)["digest"] for each in rows if _last(each) >= high]
-        if high < low or len(digests) < 2:
+    ranks = [(each["sequence"].copy(), each["digest"]) for each in rows]
+    first = low = max(int(numbers[0]) for numbers, _ in ranks)
+    for high in sorted({int(numbers[-1]) for numbers, _ in ranks}):
+        ranks = [each for each in ranks if each[0][-1] >= high]
+        if high < low or len(ranks) < 2:
             continue
+        digests = [
+            digest[slice(*np.searchsorted(numbers, (low, high + 1)))] for numbers, digest in ranks
+        ]
         shortest = min(map(len, digests))
         table = np.stack([each[:shortest] for each in digests])
         differs = np.flatnonzero((table != table[0]).any(axis=0))
@@ -289,10 +293,6 @@ def _first_position(rows: Sequence[NDArray[np.void]]) -> tuple[int | None, bool]
 
 def _last(rows: NDArray[np.void]) -> int:
     return int(rows["sequence"][-1])
-
-
-def _between(rows: NDArray[np.void], low: int, high: int) -> NDArray[np.void]:
-    return rows[(rows["sequence"] >= low) & (rows["sequence"] <= high)]
 
 
 def _num_finished(rows: NDArray[np.void], position: int) -> int:
