@@ -165,7 +165,7 @@ def _show_changes(plan: PlanAdvice) -> None:
         changes.append(("", "All changes", plan.fastest))
     rows = [
         f"| {place} | {plain(what)} | {plain(describe_gain(each, plan))} | "
-        f"{format_ns(each.step_ns)} | {plain(describe_plan_peak(each))} |"
+        f"{format_ns(each.step_ns).replace(' ', '&nbsp;')} | {plain(describe_plan_peak(each))} |"
         for place, what, each in changes
     ]
     head = "| | Change | Simulated gain (interval) | Step | Peak |\n|-|-|-|-|-|"
