@@ -270,15 +270,29 @@ def _change_own_calls(manifest: RunManifest, change: Change) -> CodeChange:
         edits = edit_own_calls(code, change)
         diff = write_diff(code.sources, edits) if edits else ""
         if edits and diff:
-            where = _say_edits(edits)
+            where = f"{_say_edits(edits)}{_say_own_prefetch(change)}"
             return _finish(manifest, change, where, diff=diff, needs_plan_file=False)
         edits = replace_calls(code, change)
         diff = write_diff(code.sources, edits) if edits else ""
         if diff:
-            where = f"The diff replaces {calls} with the plan file."
+            where = f"The diff replaces {calls} with the plan file.{_say_own_prefetch(change)}"
             return _finish(manifest, change, where, diff=diff)
     where = f"Replace {calls} with these lines. {_say_no_diff(manifest, change)}"
+    where += _say_own_prefetch(change)
     return _finish(manifest, change, where, lines=_lines_in_place(manifest, change))
+
+
+def _say_own_prefetch(change: Change) -> str:
+    """A sentence about the script's calls that set another prefetch; empty if it has none."""
+    before, after = (
+        (plan.forward_prefetch, plan.backward_prefetch) for plan in (change.before, change.after)
+    )
+    if not any(before) or before == after:
+        return ""
+    return (
+        " Remove the script's own calls of set_modules_to_forward_prefetch and "
+        "set_modules_to_backward_prefetch: they set another prefetch than the plan."
+    )
 
 
 def _lines_in_place(manifest: RunManifest, change: Change) -> list[str]:

@@ -190,12 +190,18 @@ def _write(
     some = f"the first {take} of {count} changes" if take else f"all {count} changes"
     more = " (--take 1 writes the first one only)" if count > 1 and take is None else ""
     changes = f"{some}{more}" if count > 1 else "the recommended change"
-    print(f"Wrote the plan with {changes}: {path}", file=sys.stderr)
+    wrote = (
+        f"Wrote the plan with {changes}"
+        if count
+        else "No change is advised: wrote the plan of the run"
+    )
+    print(f"{wrote}: {path}", file=sys.stderr)
     write_prediction(prediction, prediction_file_of(path))
-    if advice.plan.change.diff:
+    if count and advice.plan.change.diff:
         patch = patch_file_of(path)
         patch.write_text(f"{advice.plan.change.diff}\n", encoding="utf-8")
         print(f"Change the script: patch -p0 < {shlex.quote(str(patch))}", file=sys.stderr)
+        print(advice.plan.change.where, file=sys.stderr)
     say_how_to_verify(prediction_file_of(path))
 
 

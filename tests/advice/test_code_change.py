@@ -287,6 +287,15 @@ def test_accumulation_is_left_to_the_loop():
     assert "The training loop must also reduce gradients as the plan states." in change.where
 
 
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_the_script_s_own_prefetch_would_undo_that_of_a_plan(is_changed):
+    before = PLAN.model_copy(update={"forward_prefetch": 2})
+    update = {} if is_changed else {"forward_prefetch": 2}
+    manifest = manifest_of(own_calls(LOOP, *CALLS))
+    change = write_code_change(manifest, Change(before, RESHARDED.model_copy(update=update)))
+    assert ("Remove the script's own calls of set_modules" in change.where) is is_changed
+
+
 def test_an_older_run_says_that_the_place_is_unknown():
     change = write_code_change(manifest_of(TrainingCode()), Change(PLAN, MERGED))
     assert "unknown, because the run does not contain it" in change.where
