@@ -173,7 +173,7 @@ def _write(
             return
     if advice.plan is None:
         raise typer.BadParameter(
-            f"No plan to write: this run cannot be simulated. {advice.refusal}",
+            f"No plan to write. {advice.refusal}",
             param_hint="--write",
         )
     if take is not None and take > len(advice.plan.suggestions):
