@@ -256,7 +256,7 @@ def _rest(advice: Advice) -> Iterator[RenderableType]:
         if finding is not None and not plan.recorded_fits:
             yield _Clipped(describe_plan_for_limit(plan), _LIMIT_LINES)
         elif finding is None and len(plan.suggestions) > 1 and not plan.is_whole:
-            yield _Clipped(f"All changes: {describe_effect(plan.fastest, plan)}.", _ROW_LINES)
+            yield _Clipped(describe_all_changes(plan), _TEXT_LINES)
         if finding is None or not plan.recorded_fits:
             options.append("--write FILE saves the plan.")
     if advice.migration is not None:
@@ -337,8 +337,7 @@ def _all_parts(advice: Advice) -> Iterator[RenderableType]:
     if plan.suggestions:
         steps = (_suggestion(at, each, plan) for at, each in enumerate(plan.suggestions, 1))
         yield from section("Changes, each on top of the previous ones", *steps)
-        effect, new_run = describe_effect(plan.fastest, plan), describe_new_run(plan.fastest)
-        lines = [f"All changes: {effect}; {new_run}, because two runs differ, too."]
+        lines = [describe_all_changes(plan)]
         if sum(each.saved_low_ns for each in plan.suggestions) != plan.fastest.saved_low_ns:
             lines.append("Intervals add up, but the time without a core counts once.")
         yield _indented(lines)
@@ -455,10 +454,13 @@ def describe_effect(what: Suggestion | Proposal, plan: PlanAdvice) -> str:
     return f"{saving}: {step}; peak {describe_plan_peak(what)}"
 
 
-def describe_new_run(proposal: Proposal) -> str:
-    """The interval of the step time: `a new run takes 427 ms to 498 ms`."""
-    low, high = format_ns(proposal.step_low_ns), format_ns(proposal.step_high_ns)
-    return f"a new run takes {low} to {high}"
+def describe_all_changes(plan: PlanAdvice) -> str:
+    """The effect of all changes, and the step of a new run, which differs from the recorded one."""
+    low, high = format_ns(plan.fastest.step_low_ns), format_ns(plan.fastest.step_high_ns)
+    return (
+        f"All changes: {describe_effect(plan.fastest, plan)}; a new run takes {low} to {high}, "
+        "because two runs differ, too."
+    )
 
 
 def describe_plan_peak(what: Suggestion | Proposal) -> str:
