@@ -24,7 +24,7 @@ from fsdp_inspect.advice.call_edits import (
     replace_calls,
     write_diff,
 )
-from fsdp_inspect.advice.snippets import wrapper_lines
+from fsdp_inspect.advice.snippets import sync_lines, wrapper_lines
 from fsdp_inspect.formatting import format_count
 from fsdp_inspect.trace.plan import DECIDED_BY_PLAN, Plan
 from fsdp_inspect.trace.run import RunManifest, ShardingCall, SourceLines, UserStatement
@@ -446,7 +446,9 @@ def _finish(  # noqa: PLR0913 - the parts of one change
     needs_plan_file: bool = True,
 ) -> CodeChange:
     if change.before.accumulation != change.after.accumulation:
-        where += " The training loop must also reduce gradients as the plan states."
+        calls = sync_lines(change.after)
+        how = f": {' and '.join(f'`{call}`' for call in calls)}" if calls else ""
+        where += f" The training loop must also reduce gradients as the plan states{how}."
     launch = write_launch_line(
         manifest,
         change.plan_file,

@@ -60,6 +60,13 @@ def _lines(name: str, choice: Choice, before: Plan, after: Plan) -> Iterator[str
         yield from _OF_PLANS[name](before, after)
 
 
+def sync_lines(after: Plan) -> list[str]:
+    """The calls before a backward that reduce gradients as a plan states; empty for FSDP1."""
+    if after.fsdp1 is not None:
+        return []
+    return list(_of_roots(_OF_ALL["accumulation_sync"](after.accumulation.sync), after))
+
+
 def _of_roots(line: str, after: Plan) -> Iterator[str]:
     """A line with a setter of the model, for each root if the model itself is none."""
     roots = [unit.modules[0] for unit in after.units if unit.name in after.fsdp_roots]

@@ -284,7 +284,10 @@ def test_accumulation_is_left_to_the_loop():
     after = RESHARDED.model_copy(update={"accumulation": Accumulation(microbatches=2, sync="last")})
     change = changed(LOOP, after, *CALLS)
     assert change.diff
-    assert "The training loop must also reduce gradients as the plan states." in change.where
+    assert change.where.endswith(
+        "The training loop must also reduce gradients as the plan states: "
+        "`model.set_requires_gradient_sync(is_last_microbatch)  # before each backward`."
+    )
 
 
 @pytest.mark.parametrize("is_changed", [True, False])

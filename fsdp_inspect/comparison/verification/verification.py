@@ -532,7 +532,17 @@ def _answer(
         Ruling.DID_NOT_HOLD: "Did not hold",
         Ruling.CANNOT_BE_TOLD: "Not significant",
     }[ruling]
-    return f"{beginning}: {numbers}.{'' if step.is_tested else _say_noise(ruling, step)}"
+    noise = "" if step.is_tested else _say_noise(ruling, step)
+    return f"{beginning}: {numbers}.{noise}{_say_outside(prediction, ruling, step)}"
+
+
+def _say_outside(prediction: Prediction, ruling: Ruling, step: JudgedTime) -> str:
+    """A sentence about a step outside the predicted interval by less than the noise."""
+    predicted = prediction.step_time_ns
+    if ruling is not Ruling.HELD or not 0 < predicted.distance(step.measured_ns) < step.noise_ns:
+        return ""
+    interval = f"{format_ns(predicted.low)} to {format_ns(predicted.high)}"
+    return f" The step is outside the predicted {interval}, by less than the noise."
 
 
 def _say_noise(ruling: Ruling, step: JudgedTime) -> str:

@@ -48,6 +48,14 @@ def test_a_prediction_that_came_true_held_with_the_compute_of_the_baseline():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("waiting", "is_outside"), [(10, False), (17, True)])
+def test_a_step_outside_the_interval_by_less_than_the_noise_is_said(waiting, is_outside):
+    held = verified(run_of("after", compute=70, waiting=waiting))
+    assert held.ruling is Ruling.HELD
+    said = "The step is outside the predicted 78.0 ms to 82.0 ms, by less than the noise."
+    assert (said in held.answer) is is_outside
+
+
 def test_a_plan_that_changes_the_loss_is_not_only_faster():
     harmful = verified(run_of("after", compute=70, waiting=10, loss=3.0))
     assert harmful.ruling is Ruling.HELD
