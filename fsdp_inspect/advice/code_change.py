@@ -447,7 +447,7 @@ def _finish(  # noqa: PLR0913 - the parts of one change
 ) -> CodeChange:
     if change.before.accumulation != change.after.accumulation:
         calls = sync_lines(change.after)
-        how = f": {' and '.join(f'`{call}`' for call in calls)}" if calls else ""
+        how = f": `{calls[0]}`" if len(calls) == 1 else ""  # several roots need a loop
         where += f" The training loop must also reduce gradients as the plan states{how}."
     launch = write_launch_line(
         manifest,

@@ -58,6 +58,13 @@ _FEWEST_REGULAR = 4
 _LEAST_REGULAR = 0.7
 
 
+_GRADUAL_BLOCKS = 20
+_GRADUAL_RATIO = 0.7
+"""The largest ratio of the deviations from a line to those from two levels at which a change is
+gradual. With normal noise of 10% of the step, 95% of 300 ramps over half a step had at most 0.71,
+and 99% of 300 changes at one step at least 1.1."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChangeRule:
     """What counts as a change of the level of a series; the default is that of steps."""
@@ -92,6 +99,8 @@ class ChangePoint:
     are_parts_known: bool = True
     """Whether detailed steps on both sides show the change. In plain steps, only the data and the
     garbage collection are known."""
+    is_gradual: bool = False
+    """Whether a straight line fits the steps of both sides clearly better than two levels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +290,21 @@ def _describe(
         accounted_by=(*accounts, *_collected(member, before, after, now - was)),
         coincident=(*data, *others, *_find_coincidences(run, member, detailed, before, after)),
         are_parts_known=detailed is not None,
+        is_gradual=_is_gradual(member.step_time_ns, before, after),
     )
+
+
+def _is_gradual(times: NDArray[np.int64], before: slice, after: slice) -> bool:
+    """See `ChangePoint.is_gradual`; medians of equal blocks take the noise of single steps away."""
+    values = times[before.start : after.stop]
+    length = max(len(values) // _GRADUAL_BLOCKS, 1)
+    num_blocks, split = len(values) // length, round((after.start - before.start) / length)
+    blocks = np.median(values[: num_blocks * length].reshape(num_blocks, length), axis=1)
+    places = np.arange(num_blocks)
+    slope, level = np.polyfit(places, blocks, 1)
+    of_line = float(np.abs(blocks - level - slope * places).sum())
+    of_levels = _deviation(blocks[:split]) + _deviation(blocks[split:])
+    return of_line < _GRADUAL_RATIO * of_levels
 
 
 def _find_long_steps(

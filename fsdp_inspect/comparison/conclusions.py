@@ -235,8 +235,8 @@ def _phrase_cores(evidence: ConclusionEvidence, other: int) -> str:
     if not is_busy and find_run_delay_difference([before], [after]) is None:
         return ""
     return (
-        " The difference may come from the machine: training threads had no CPU core for "
-        f"{format_ratio(before)} of the time in {evidence.labels[0]}, and for "
+        " The difference, or a part of it, may come from the machine: training threads had no CPU "
+        f"core for {format_ratio(before)} of the time in {evidence.labels[0]}, and for "
         f"{format_ratio(after)} in {evidence.labels[other]}."
     )
 

@@ -765,10 +765,13 @@ def _first_moved(spike: LossSpike) -> str:
 
 def _drift(found: Diagnosis) -> str:
     change = next(each for each in found.drift if each.step == found.step)
-    sentence = (
-        f"The steps became slower at step {change.step} and stayed slower: "
-        f"{format_ns(change.before_ns)} to {format_ns(change.after_ns)}."
-    )
+    was, now = format_ns(change.before_ns), format_ns(change.after_ns)
+    sentence = f"The steps became slower at step {change.step} and stayed slower: {was} to {now}."
+    if change.is_gradual:
+        sentence = (
+            f"The steps became slower gradually: {was} before step {change.step}, {now} from it "
+            "on (medians)."
+        )
     if change.accounted_by:
         return f"{sentence} Accounted for by {'; '.join(change.accounted_by)}."
     if not change.are_parts_known:

@@ -284,7 +284,8 @@ def render_drift(drift: Drift) -> Iterator[Text]:
 
 def describe_change(change: ChangePoint) -> str:
     """The change in one sentence."""
+    how = ", gradually" if change.is_gradual else ""
     return (
         f"From step {change.step} on: {format_ns(change.before_ns)} to "
-        f"{format_ns(change.after_ns)} ({format_signed(change.change_ratio)})."
+        f"{format_ns(change.after_ns)} ({format_signed(change.change_ratio)}){how}."
     )

@@ -57,6 +57,20 @@ def test_a_lasting_change_is_found_at_its_step(factor):
         assert abs(step - 200) <= 5
 
 
+@pytest.mark.parametrize("is_ramp", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_steady_growth_is_told_from_a_change_at_one_step(seed, is_ramp):
+    factors = np.linspace(1, 1.5, 160) if is_ramp else np.repeat([1, 1.3], [100, 60])
+    builder = RunBuilder()
+    rank, at = builder.rank(0), 0
+    for step, length in enumerate((noisy(seed, 160) * factors).astype(int).tolist()):
+        rank.step(step, at, at + length)
+        at += length
+    changes = measure_drift(builder.build()).changes
+    assert changes
+    assert all(change.is_gradual is is_ramp for change in changes)
+
+
 def test_several_changes_are_found():
     times = noisy(0, 600)
     times[200:] *= 2
