@@ -113,10 +113,10 @@ def set_waits_apart(
     for step, amount in zip(steps.tolist(), stays_ns.tolist(), strict=True):
         of_step = np.flatnonzero(rows.step == step)
         own = waits[of_step]
-        kept = shorten_longest(own, amount) if is_blocking else np.zeros_like(own)
-        lost = np.where(rows.unit[of_step] == NO_UNIT, 0, own - kept)
-        starts[collectives[of_step]] += lost
-        stay_ns += min(amount, int(own.sum())) * int(lost.sum()) // max(int((own - kept).sum()), 1)
+        lost = own - shorten_longest(own, amount) if is_blocking else own
+        lost_in_units = np.where(rows.unit[of_step] == NO_UNIT, 0, lost)
+        starts[collectives[of_step]] += lost_in_units
+        stay_ns += min(amount, int(own.sum())) * int(lost_in_units.sum()) // max(int(lost.sum()), 1)
     return replace(events, start_ns=starts), round(stay_ns / max(len(steps), 1))
 
 

@@ -235,6 +235,11 @@ class Diagnosis:
         """Whether the run has a problem."""
         return self.status is Status.PROBLEM
 
+    @property
+    def first_culprit(self) -> RankState | None:
+        """The state of the first rank that caused the problem; None: no rank, or without data."""
+        return self.state_of(self.ranks[0]) if self.ranks else None
+
     def state_of(self, rank: int) -> RankState | None:
         """The state of one rank."""
         return next((each for each in self.states if each.rank == rank), None)

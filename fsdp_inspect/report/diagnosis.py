@@ -312,7 +312,7 @@ def _late(found: Diagnosis) -> str:
         return f"{_all_wait(found, found.wait)}. {who} {_silent(found, found.ranks)}"
     if not found.ranks or (found.wait.absent and not {*found.ranks} <= {*found.wait.absent}):
         return _circle(found)
-    first = found.state_of(found.ranks[0]) if found.ranks else None
+    first = found.first_culprit
     doing = "" if first is None else f" {_doing(first, found)}"
     rest = f"{_waits(found)}{_skipped_batch(found)}{_then_gone(first, found)}"
     return f"{who} never reached {what}{of_step(found.step)}.{doing}{rest}"
@@ -479,7 +479,7 @@ def _uneven(found: Diagnosis) -> str:
 
 def _skipped_batch(found: Diagnosis) -> str:
     """A sentence about a rank that has had as many batches as the ranks that wait for it."""
-    late = found.state_of(found.ranks[0]) if found.ranks else None
+    late = found.first_culprit
     waiting = [found.state_of(rank) for rank in (found.wait.waiting if found.wait else ())]
     if late is None or not late.has_no_batch_left or late.num_batches is None:
         return ""
@@ -514,7 +514,7 @@ def _possible_race(found: Diagnosis) -> str:
 
 def _how_died(found: Diagnosis) -> str:
     who = capitalize(format_ranks(found.ranks))
-    first = found.state_of(found.ranks[0]) if found.ranks else None
+    first = found.first_culprit
     kind = None if first is None else first.end.kind
     where = _position(first)
     if kind is EndKind.FATAL_SIGNAL:
@@ -523,7 +523,7 @@ def _how_died(found: Diagnosis) -> str:
     if kind is EndKind.INTERRUPTED:
         return f"{who} was interrupted (SIGINT, such as Ctrl-C){where}.{_waited(found)}"
     if kind in (EndKind.EXCEPTION, EndKind.PEER_LOST):
-        failed = _failed_with(found, first)
+        failed = _failed_with(found)
         return f"{who} failed with {failed}.{_waited(found)}{_before(found)}"
     if kind is EndKind.VANISHED:
         may_have_crashed = first is not None and first.end.may_have_crashed
@@ -560,7 +560,7 @@ def _no_start_record(found: Diagnosis) -> str:
 def _before(found: Diagnosis) -> str:
     """A sentence about the standstill before the rank that the others waited for failed."""
     hang = next((e for e in found.events if e.kind is RunEventKind.HANG and not e.has_ended), None)
-    first = found.state_of(found.ranks[0]) if found.ranks else None
+    first = found.first_culprit
     if hang is None or first is None or first.activity is None or first.waits:
         return ""
     return f" Before, nothing moved for {_seconds(hang.seconds or 0.0)}: it was " + (
@@ -574,12 +574,13 @@ def _out_of_memory(found: Diagnosis) -> str:
         sentence = describe_out_of_memory(found.out_of_memory.record, found.unit_names)
         return f"{sentence} {who} failed.{_before(found)}"
     who = capitalize(format_ranks(found.ranks))
-    failed = _failed_with(found, found.state_of(found.ranks[0]) if found.ranks else None)
+    failed = _failed_with(found)
     return f"{who} ran out of memory: {failed}.{_waited(found)}{_before(found)}"
 
 
-def _failed_with(found: Diagnosis, state: RankState | None) -> str:
-    """The error of a rank with its line."""
+def _failed_with(found: Diagnosis) -> str:
+    """The error of the first culprit with its line."""
+    state = found.first_culprit
     at = f" ({shorten_place(state.end.failed_at)})" if state and state.end.failed_at else ""
     return f"{_clip(found.failure)}{at}"
 
@@ -800,7 +801,7 @@ def _changes(found: Diagnosis) -> Iterator[str]:
 def _common(found: Diagnosis) -> str:
     kinds = {state.activity.kind for state in found.states if state.activity is not None}
     if len(kinds) != 1:
-        first = found.state_of(found.ranks[0]) if found.ranks else None
+        first = found.first_culprit
         return "" if first is None else f" {_doing(first, found)}"
     state = next(state for state in found.states if state.activity is not None)
     assert state.activity is not None
@@ -1116,7 +1117,7 @@ def _about_weights(found: Diagnosis) -> Iterator[str]:
 
 def _next_for_rank(found: Diagnosis) -> Iterator[str]:
     """Next steps that follow from the state of the first culprit."""
-    state = found.state_of(found.ranks[0]) if found.ranks else None
+    state = found.first_culprit
     if found.late_s is not None:
         yield (
             "Look at what that rank does before this collective. To see its stacks, record with "
