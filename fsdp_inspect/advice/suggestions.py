@@ -413,7 +413,8 @@ class Narrator:
             )
             yield (
                 f"The training loop decides when gradients are reduced{how} Between the backwards "
-                "of a step, the loop must not read the gradients (clipping, norms)."
+                "of a step, the loop must not read the gradients (clipping, norms). Gradients are "
+                "added in another order, so losses differ by rounding."
             )
         if self._scorer.space.rules.get(choice.grouping or "") == "R3":
             yield (

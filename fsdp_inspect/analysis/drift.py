@@ -36,7 +36,7 @@ from fsdp_inspect.analysis.step_selection import (
 )
 from fsdp_inspect.columns import TableSpec, number_column, text_column, value_column
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio
+from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_signed
 from fsdp_inspect.metrics import MetricUnit, find_metric
 from fsdp_inspect.results import Result, TableResult
 from fsdp_inspect.trace.codes import EXPOSED_PART_CODES, PARTS_OF_STEP, EventKind, StepPart
@@ -101,6 +101,15 @@ class ChangePoint:
     garbage collection are known."""
     is_gradual: bool = False
     """Whether a straight line fits the steps of both sides clearly better than two levels."""
+
+    @property
+    def sentence(self) -> str:
+        """Where, by how much, and how the step time changes."""
+        how = ", gradually" if self.is_gradual else ""
+        return (
+            f"From step {self.step} on: {format_ns(self.before_ns)} to {format_ns(self.after_ns)} "
+            f"({format_signed(self.change_ratio)}){how}."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
-from fsdp_inspect.analysis.drift import LongSteps, measure_drift
+from fsdp_inspect.analysis.drift import ChangePoint, LongSteps, measure_drift
 from fsdp_inspect.analysis.memory.growth import find_growth
 from fsdp_inspect.analysis.plain_steps import OtherPlainSteps, find_other_plain_steps
 from fsdp_inspect.analysis.step_selection import inspected_rank, usual_steps
@@ -141,6 +141,8 @@ class Trust:
     """Whether the ranks issued different collectives, which the recorder saw."""
     long_steps: LongSteps | None = None
     """Rare steps that cost time, which no typical step shows."""
+    step_changes: tuple[ChangePoint, ...] = ()
+    """The steps at which the step time changes."""
 
     @property
     def run_delay_ratio(self) -> float:
@@ -313,6 +315,11 @@ class Trust:
             f"Each step leaves {format_bytes(self.growth_bytes_per_step or 0)} allocated, so no "
             "plan fits for long: find what keeps the memory first."
         )
+        most = max(self.step_changes, key=lambda each: abs(each.change_ratio), default=None)
+        changes = most and (
+            f"The step time changes within the recording. {most.sentence} A prediction describes "
+            "typical steps of the whole recording: `fsdp-inspect diagnose` shows what changed."
+        )
         order = (
             "The ranks issued different collectives, so results of this run may be wrong, and no "
             "prediction describes a right step: `fsdp-inspect diagnose` names the first difference."
@@ -320,6 +327,7 @@ class Trust:
         found = (
             order if self.has_other_order else None,
             grows if self.growth_bytes_per_step else None,
+            changes,
             kinds if self.has_several_kinds else None,
             spread if self.spread_ratio >= MAX_SPREAD_RATIO else None,
             PIPELINE_CAVEAT if self.is_pipeline else None,
@@ -419,7 +427,7 @@ def _measure_trust(run: RunSource) -> Trust:
     member = inspected_rank(run)
     is_typical = np.isin(member.steps, member.typical_steps) if member else np.zeros(0, np.bool_)
     times = member.step_time_ns[is_typical].tolist() if member else []
-    growth, usual = find_growth(run), usual_steps(run)
+    growth, usual, drift = find_growth(run), usual_steps(run), measure_drift(run)
     return Trust(
         run_id=manifest.run_id,
         run_delay=find_run_delay(run, _few_ranks(run)),
@@ -434,7 +442,8 @@ def _measure_trust(run: RunSource) -> Trust:
         has_other_order=any(
             run.black_box(rank, at_desync=True) is not None for rank in _few_ranks(run)
         ),
-        long_steps=measure_drift(run).long_steps,
+        long_steps=drift.long_steps,
+        step_changes=drift.changes,
     )
 
 

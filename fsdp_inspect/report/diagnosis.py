@@ -40,7 +40,6 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.report.diagnosis_pictures import (
     MOST_CHANGES,
-    describe_change,
     pictures_to_dict,
     render_pictures,
 )
@@ -791,7 +790,7 @@ def _changes(found: Diagnosis) -> Iterator[str]:
             )
     for change in found.drift[:MOST_CHANGES]:
         if found.problem is not ProblemClass.DRIFT or change.step != found.step:
-            yield f"Step time: {describe_change(change)}"
+            yield f"Step time: {change.sentence}"
         for words in change.coincident:
             yield f"At the same time as the change in step {change.step}: {words}."
     if found.long_steps is not None:

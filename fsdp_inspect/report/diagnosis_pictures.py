@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_inspect.analysis.drift import ChangePoint, Drift
+from fsdp_inspect.analysis.drift import Drift
 from fsdp_inspect.diagnosis.collective_grid import (
     Cell,
     CellState,
@@ -28,9 +28,7 @@ from fsdp_inspect.diagnosis.stack_groups import StackGroup
 from fsdp_inspect.formatting import (
     ShortNames,
     format_bytes,
-    format_ns,
     format_ranks,
-    format_signed,
     format_unit,
     shorten_names,
 )
@@ -273,19 +271,10 @@ MOST_CHANGES = 5
 def render_drift(drift: Drift) -> Iterator[Text]:
     """Render one line for each change: its cause, and other changes at the same time."""
     for change in drift.changes[:MOST_CHANGES]:
-        yield Text(describe_change(change))
+        yield Text(change.sentence)
         for sentence in change.accounted_by:
             yield Text(f"  accounted for by {sentence}")
         for sentence in change.coincident:
             yield Text(f"  at the same time: {sentence}")
     if drift.long_steps is not None:
         yield Text(drift.long_steps.sentence)
-
-
-def describe_change(change: ChangePoint) -> str:
-    """The change in one sentence."""
-    how = ", gradually" if change.is_gradual else ""
-    return (
-        f"From step {change.step} on: {format_ns(change.before_ns)} to "
-        f"{format_ns(change.after_ns)} ({format_signed(change.change_ratio)}){how}."
-    )

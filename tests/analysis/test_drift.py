@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fsdp_inspect.analysis.drift import find_change_points, measure_drift
+from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.host_work import BatchWork, HostActivity
 from fsdp_inspect.trace.tables import DeviceTable
@@ -66,9 +67,12 @@ def test_a_steady_growth_is_told_from_a_change_at_one_step(seed, is_ramp):
     for step, length in enumerate((noisy(seed, 160) * factors).astype(int).tolist()):
         rank.step(step, at, at + length)
         at += length
-    changes = measure_drift(builder.build()).changes
+    run = builder.build()
+    changes = measure_drift(run).changes
     assert changes
     assert all(change.is_gradual is is_ramp for change in changes)
+    [caveat] = [each for each in measure_trust(run).prediction_caveats if "time changes" in each]
+    assert max(changes, key=lambda each: each.change_ratio).sentence in caveat
 
 
 def test_several_changes_are_found():

@@ -13,11 +13,16 @@ from fsdp_inspect.analysis.contention import measure_contention
 from fsdp_inspect.analysis.provenance import measure_provenance
 from fsdp_inspect.analysis.scalars import measure_loss
 from fsdp_inspect.analysis.step_times import measure_overlap
-from fsdp_inspect.analysis.trust import RunDelay, find_run_delay_difference, measure_trust
+from fsdp_inspect.analysis.trust import (
+    REGROUPING_RATIO,
+    RunDelay,
+    find_run_delay_difference,
+    measure_trust,
+)
 from fsdp_inspect.analysis.units import measure_units
 from fsdp_inspect.comparison.losses import compare_losses
 from fsdp_inspect.comparison.noise import PROCESS_NOISE_RATIO, RUNS_FOR_A_TEST
-from fsdp_inspect.comparison.settings import PlanDifference
+from fsdp_inspect.comparison.settings import UNITS, PlanDifference
 from fsdp_inspect.comparison.verification.judgement import (
     JudgedTime,
     Sides,
@@ -280,12 +285,14 @@ _CHANGING_COMPUTE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """Compute on both sides; see [Note: compute stays] in `predictions.judgement`."""
+    """Compute on both sides; see [Note: compute stays] in `judgement`."""
 
     before_ns: int
     after_ns: int
     paid_ns: int
     """Part of `after_ns`: the predicted cost of hiding communication."""
+    is_regrouped: bool
+    """Whether the plan has other units than the baseline."""
 
     @property
     def shift_ns(self) -> int:
@@ -308,7 +315,7 @@ def _moved_compute(
     steps = [each.step_ns for each in baselines if each.step_ns]
     step_ns = median(steps) or prediction.recorded_step_ns
     paid_ns = round(prediction.paid_ns * step_ns / prediction.replayed_step_ns)
-    return _Moved(before, after, paid_ns)
+    return _Moved(before, after, paid_ns, is_regrouped=UNITS in prediction.changes)
 
 
 def _find_slowdown(
@@ -443,6 +450,8 @@ def _say_compute(moved: _Moved, slowdown: float | None) -> str:
     numbers = f"baseline {format_ns(moved.before_ns)}, run {format_ns(moved.after_ns)}"
     reason = "the plan does not change compute"
     cause = "The machine was probably busier in one of them."
+    if moved.is_regrouped:
+        reason = f"other units usually change it by less than {format_ratio(REGROUPING_RATIO)}"
     if slowdown is not None:
         reason = "the prediction assumes equal compute"
         cause = (

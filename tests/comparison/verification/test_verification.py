@@ -105,6 +105,12 @@ def test_a_plan_that_changes_compute_has_no_such_excuse():
     assert (wrong.ruling, wrong.compute_change) == (Ruling.DID_NOT_HOLD, None)
 
 
+def test_other_units_may_change_compute_a_little():
+    found = verified(run_of("after", compute=91, waiting=10), changes=["units"])
+    assert found.ruling is Ruling.CANNOT_BE_TOLD
+    assert "and other units usually change it by less than 8.5%. The machine" in found.caveats[0]
+
+
 def test_waits_that_do_not_fall_are_a_wrong_prediction():
     wrong = verified(run_of("after", compute=70, waiting=30))
     assert (wrong.ruling, wrong.compute_change) == (Ruling.DID_NOT_HOLD, 0.0)
