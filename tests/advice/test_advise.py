@@ -44,7 +44,7 @@ from fsdp_inspect.trace.plan import Accumulation, Plan, UnitPlan
 from fsdp_inspect.trace.run import RankRecord, RunSource
 from fsdp_inspect.trace.tables import EventTable
 from tests.advice.test_findings import evidence_of
-from tests.builders import MIB, InMemoryRun, RunBuilder
+from tests.builders import MIB, InMemoryRun, RunBuilder, write_run
 from tests.recording.virtual_training import Replay
 from tests.simulation.test_recorded import MS, US, as_run, names_of, workloads
 from tests.simulation.test_recorded_streams import as_run as as_stream_run, step_ns
@@ -129,6 +129,16 @@ def test_a_link_on_which_nothing_is_exposed_gives_change_nothing():
     assert "is unknown, so a plan with other messages may still save time." in said
     assert "`python -m fsdp_inspect.probe --help`" in said
     assert describe_recommendation(advice).startswith(advice.answer)
+
+
+def test_the_command_writes_the_plan_of_the_run_if_no_change_is_advised(tmp_path, invoke):
+    run = as_run(blocks(6, compute_ns=10 * MS, link_ns=10 * US), Execution.HOST)
+    folder, plan = write_run(run, tmp_path / "run"), tmp_path / "plan.toml"
+    done = invoke("advise", folder, "--write", plan)
+    assert f"No change is advised: wrote the plan of the run: {plan}" in done.err
+    assert "patch" not in done.err
+    assert done.code == 0
+    assert Plan.load(plan).to_dict() == run.manifest.plan
 
 
 def test_a_gain_that_is_not_sure_is_not_denied():
