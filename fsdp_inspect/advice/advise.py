@@ -13,7 +13,13 @@ from fsdp_inspect.advice.plan_simulator import Slowdown
 from fsdp_inspect.advice.plan_space import Choice
 from fsdp_inspect.advice.request import AdviceRequest, how_to_apply, how_to_verify
 from fsdp_inspect.advice.search import WORTH_RATIO, Search, split_gain
-from fsdp_inspect.advice.suggestions import Narrator, Proposal, Suggestion, say_changes
+from fsdp_inspect.advice.suggestions import (
+    Narrator,
+    Proposal,
+    Suggestion,
+    say_changes,
+    sum_gains,
+)
 from fsdp_inspect.analysis.last_arrivals import say_waits_that_stay
 from fsdp_inspect.analysis.verdict.words import NOT_TRAINING
 from fsdp_inspect.errors import MissingDataError
@@ -293,16 +299,13 @@ def _add_up(
 ) -> Proposal:
     """The plan with the bounds of its changes added up.
 
-    Each gain alone is uncertain by the time without a core, and so are all gains together. A new
-    run differs by more, because two runs differ, too. No plan shortens compute.
+    A new run differs by more than the gain, because two runs differ, too. No plan shortens compute.
     """
     if not suggestions:
         return fastest
     step_ns = scorer.recorded.step_ns
-    shared_ns = (len(suggestions) - 1) * busy_ns
-    low_ns = sum(each.saved_low_ns for each in suggestions) + shared_ns
-    high_ns = sum(each.saved_high_ns for each in suggestions) - shared_ns
-    high_ns = min(max(high_ns, low_ns), scorer.most_saved_ns)
+    low_ns, high_ns = sum_gains(suggestions, busy_ns)
+    high_ns = min(high_ns, scorer.most_saved_ns)
     low_ns = min(low_ns, high_ns)
     return replace(
         fastest,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fsdp_inspect.advice.advise import PlanAdvice
 from fsdp_inspect.advice.plan_simulator import NOTHING_PAID, Paid
 from fsdp_inspect.advice.request import AdviceRequest
-from fsdp_inspect.advice.suggestions import Proposal, Suggestion
+from fsdp_inspect.advice.suggestions import Proposal, Suggestion, sum_gains
+from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.comparison.settings import find_plan_differences
 from fsdp_inspect.simulation.network import NodeLink
 from fsdp_inspect.simulation.predictions.records import (
@@ -40,6 +41,8 @@ class PredictionOrigin:
     latency_ns: float | None = None
     node: NodeLink | None = None
     """The requested link within a node; None: as measured in the run."""
+    stated_ns: tuple[int, ...] = ()
+    """The ends of the step's interval that the command states, beyond those of the simulation."""
     paid: Paid = NOTHING_PAID
     """The cost of hiding communication, on top of the simulation (`advice.plan_simulator`)."""
 
@@ -57,6 +60,11 @@ def predict_advised(
     """
     taken = advised.suggestions[:take]
     target: Proposal | Suggestion = advised.fastest if take is None else taken[-1]
+    stated_ns = (advised.fastest.step_low_ns, advised.fastest.step_high_ns)
+    if take is not None:
+        busy_ns = round(measure_trust(run).busy_ns(advised.replayed_step_ns))
+        low_ns, high_ns = (advised.replayed_step_ns - ns for ns in sum_gains(taken, busy_ns))
+        stated_ns = (low_ns, high_ns)
     origin = PredictionOrigin(
         made_by="advise",
         what=target.what if take is None else ", ".join(each.what for each in taken),
@@ -64,6 +72,7 @@ def predict_advised(
         assumptions=target.assumptions
         if take is None
         else [line for each in taken for line in each.assumptions],
+        stated_ns=stated_ns,
         paid=target.paid,
         bus_bytes_per_s=request.bus_bytes_per_s,
         latency_ns=request.latency_ns,
@@ -91,11 +100,10 @@ def make_prediction(run: RunSource, simulation: Simulation, origin: PredictionOr
     changes = changed_settings(recorded, simulation.plan)
     replayed, predicted = simulation.replayed, simulation.predicted
     value = predicted.step_time_ns + origin.paid.value_ns
-    step = Estimate(
-        value=value,
-        low=min(simulation.low_ns + min(origin.paid.low_ns, origin.paid.high_ns), value),
-        high=max(simulation.high_ns + max(origin.paid.low_ns, origin.paid.high_ns), value),
-    )
+    paid_ns = (origin.paid.low_ns, origin.paid.high_ns)
+    ends = [value, simulation.low_ns + min(paid_ns), simulation.high_ns + max(paid_ns)]
+    ends += origin.stated_ns
+    step = Estimate(value=value, low=max(min(ends), 0), high=max(ends))
     return Prediction(
         prediction_id=uuid.uuid4().hex[:12],
         tool_version=__version__,

@@ -1,6 +1,6 @@
 """Describe a better plan: the changes, their reasons, gain, memory and risk."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +131,18 @@ class Proposal:
     plan: Plan
 
 
+def sum_gains(suggestions: Sequence[Suggestion], busy_ns: int) -> tuple[int, int]:
+    """The bounds of the gain of several changes, ns.
+
+    Args:
+        suggestions: The changes, one upon the other.
+        busy_ns: `Trust.busy_ns`: each gain alone is uncertain by it, and so are all together.
+    """
+    shared_ns = max(len(suggestions) - 1, 0) * busy_ns
+    low_ns = sum(each.saved_low_ns for each in suggestions) + shared_ns
+    return low_ns, max(sum(each.saved_high_ns for each in suggestions) - shared_ns, low_ns)
+
+
 class Narrator:
     """Describes choices with sentences and numbers."""
 
@@ -201,18 +213,22 @@ class Narrator:
     def proposal(self, choice: Choice) -> Proposal:
         """A whole plan."""
         score, recorded = self._scorer.score(choice), self._scorer.recorded
-        low, high = self._scorer.range_ns(choice)
         scenario = self._scorer.scenario(choice)
-        is_regrouped = self._scorer.work.has_other_units(scenario.units)
-        error = self._scorer.trust.step_margin(is_regrouped=is_regrouped)
+        low, high = self._scorer.trust.step_range_ns(
+            score.step_ns,
+            self._scorer.range_ns(choice),
+            replayed_ns=recorded.step_ns,
+            exposed_ns=score.step_ns - self._scorer.parts_ns(choice)["compute"],
+            is_regrouped=self._scorer.work.has_other_units(scenario.units),
+        )
         margin = self._memory_margin(score.peak_bytes)
         saved_low, saved_high = self._saved_range(AS_RECORDED, choice)
         return Proposal(
             what=say_changes(choice, is_fsdp1=self._is_fsdp1),
             changes=choice.changed,
             step_ns=score.step_ns,
-            step_low_ns=round(low * (1 - error)),
-            step_high_ns=round(high * (1 + error)),
+            step_low_ns=low,
+            step_high_ns=high,
             saved_ns=recorded.step_ns - score.step_ns,
             saved_low_ns=saved_low,
             saved_high_ns=saved_high,

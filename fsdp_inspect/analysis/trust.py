@@ -315,11 +315,6 @@ class Trust:
             f"Each step leaves {format_bytes(self.growth_bytes_per_step or 0)} allocated, so no "
             "plan fits for long: find what keeps the memory first."
         )
-        most = max(self.step_changes, key=lambda each: abs(each.change_ratio), default=None)
-        changes = most and (
-            f"The step time changes within the recording. {most.sentence} A prediction describes "
-            "typical steps of the whole recording: `fsdp-inspect diagnose` shows what changed."
-        )
         order = (
             "The ranks issued different collectives, so results of this run may be wrong, and no "
             "prediction describes a right step: `fsdp-inspect diagnose` names the first difference."
@@ -327,7 +322,7 @@ class Trust:
         found = (
             order if self.has_other_order else None,
             grows if self.growth_bytes_per_step else None,
-            changes,
+            self._changes_caveat,
             kinds if self.has_several_kinds else None,
             spread if self.spread_ratio >= MAX_SPREAD_RATIO else None,
             PIPELINE_CAVEAT if self.is_pipeline else None,
@@ -336,6 +331,16 @@ class Trust:
             self.caveat_beside_cores,
         )
         return tuple(each for each in found if each is not None)
+
+    @property
+    def _changes_caveat(self) -> str | None:
+        if not self.step_changes:
+            return None
+        most = max(self.step_changes, key=lambda each: abs(each.change_ratio))
+        return (
+            f"The step time changes within the recording. {most.sentence} A prediction describes "
+            "typical steps of the whole recording: `fsdp-inspect diagnose` shows what changed."
+        )
 
     @property
     def _host_caveat(self) -> str | None:
@@ -352,25 +357,47 @@ class Trust:
         """The error of a step's time because the host's work under another plan is inferred."""
         return HOST_PLAN_RATIO * self.host_behind_ratio
 
-    def step_margin(self, *, is_regrouped: bool = False) -> float:
-        """Half the width of the interval of a step without the network, as a fraction of the step.
+    def step_range_ns(
+        self,
+        step_ns: int,
+        ends_ns: Sequence[int],
+        *,
+        replayed_ns: int,
+        exposed_ns: int,
+        is_regrouped: bool = False,
+    ) -> tuple[int, int]:
+        """The interval of the step of a new run.
 
         Args:
+            step_ns: The simulated step of the plan.
+            ends_ns: The same with the fastest and the slowest messages that the run allows.
+            replayed_ns: The simulated step of the recorded plan.
+            exposed_ns: The exposed time of the plan, which no network reduces below 0.
             is_regrouped: Whether the plan has other units than the run.
 
         Source:
-            The root of the sum of squares of independent errors: of the simulation, of the recorded
-            steps, between processes, of other units, of the time without a CPU core, which the next
-            run may not have, and of the host's time under another plan on a device.
+            Each margin is the root of the sum of squares of independent errors: those of the gain,
+            and what two runs differ by: their steps, their processes, compute of other units, and
+            the time without a CPU core, which the next run may not have.
         """
-        return math.hypot(
-            self.self_check_margin,
+        noise = math.hypot(
             self.spread_ratio,
             PROCESS_SPREAD_RATIO,
             REGROUPING_RATIO if is_regrouped else 0.0,
-            self.run_delay_ratio,
-            self._host_margin,
         )
+        low, high = min(step_ns, *ends_ns), max(step_ns, *ends_ns)
+        margins = []
+        for end, most_ns in ((low, exposed_ns), (high, math.inf)):
+            longer = max(replayed_ns, end)
+            of_simulation, of_gain, _ = self._gain_errors_ns(replayed_ns - step_ns, longer)
+            busy = self.run_delay_ratio * longer
+            margins.append(math.hypot(of_simulation, min(of_gain, most_ns), busy, noise * end))
+        return max(round(low - margins[0]), 0), round(high + margins[1])
+
+    def calibration_margin(self, step_ns: int) -> float:
+        """How far the compute of a new run may differ from that of this one, as a fraction."""
+        low, high = self.step_range_ns(step_ns, [step_ns], replayed_ns=step_ns, exposed_ns=0)
+        return (high - low) / (2 * step_ns)
 
     @property
     def self_check_margin(self) -> float:
@@ -410,9 +437,15 @@ class Trust:
                 its collectives as much as those whose latency is unknown.
             step_ns: The simulated step of the recorded plan.
         """
-        of_simulation = (abs(self.self_check_error) + self._host_margin) * step_ns
-        of_gain = (self.spread_ratio + self.network_ratio) * abs(gain_ns)
-        return of_simulation + of_gain + self.busy_ns(step_ns)
+        return sum(self._gain_errors_ns(gain_ns, step_ns))
+
+    def _gain_errors_ns(self, gain_ns: int, step_ns: int) -> tuple[float, float, float]:
+        """The errors of a gain: of the simulation, of recorded times, and of missing cores."""
+        return (
+            (self.self_check_margin + self._host_margin) * step_ns,
+            (self.spread_ratio + self.network_ratio) * abs(gain_ns),
+            self.busy_ns(step_ns),
+        )
 
 
 def measure_trust(run: RunSource) -> Trust:

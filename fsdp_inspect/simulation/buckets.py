@@ -1199,7 +1199,12 @@ def predict_buckets(
         for each in (work, *work.worst_cases(plan)):
             steps.append(each.simulate(plan, settings, after).step_time_ns + round(stays))
             gains.append(work.simulate(work.recorded, network=before).step_time_ns - steps[-1])
-    margin = trust.step_margin()
+    low_ns, high_ns = trust.step_range_ns(
+        predicted.step_time_ns,
+        steps,
+        replayed_ns=replayed.step_time_ns,
+        exposed_ns=predicted.exposed_ns,
+    )
     gain_margin = trust.gain_margin_ns(max(gains, key=abs), replayed.step_time_ns)
     return BucketSimulation(
         run_id=work.run_id,
@@ -1212,8 +1217,8 @@ def predict_buckets(
         replay_error=error,
         predicted=predicted,
         backwards_per_step=work.all_per_step,
-        low_ns=round(min(steps) * max(1 - margin, 0.0)),
-        high_ns=round(max(steps) * (1 + margin)),
+        low_ns=low_ns,
+        high_ns=high_ns,
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         gain_low_ns=round(min(gains) - gain_margin),
         gain_high_ns=min(round(max(gains) + gain_margin), replayed.step_time_ns),

@@ -3,9 +3,9 @@
 The recorded plan itself is simulated first. Its error is the self-check.
 
 [Note: the interval] The ends of the interval are the step with messages, and with compute after
-hooks, at the fast and at the slow end of what the run allows, minus and plus `Trust.step_margin`.
-It should contain 90% of the runs of a plan. Its constants come from six of the loops of `make
-validate`. docs/figures.md has the coverage, also for other loops.
+hooks, at the fast and at the slow end of what the run allows, with the margins of
+`Trust.step_range_ns`. It should contain 90% of the runs of a plan. Its constants come from six of
+the loops of `make validate`. docs/figures.md has the coverage, also for other loops.
 """
 
 import math
@@ -293,7 +293,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     replayed = replayed or replay(work)
     predicted = _simulate_plan(scenario.workload, work.execution, scenario.units, work.late_ns)
     trust = work.check_itself(replayed.step_time_ns)
-    steps = [predicted.step_time_ns] + [
+    ends = [
         simulate_step(
             maker.make(scenario.plan, network.at(pace), pace).workload,
             work.execution,
@@ -301,7 +301,13 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         ).duration_ns
         for pace in (Pace.FAST, Pace.SLOW)
     ]
-    margin = trust.step_margin(is_regrouped=work.has_other_units(scenario.units))
+    low_ns, high_ns = trust.step_range_ns(
+        predicted.step_time_ns,
+        ends,
+        replayed_ns=replayed.step_time_ns,
+        exposed_ns=predicted.exposed_ns,
+        is_regrouped=work.has_other_units(scenario.units),
+    )
     return Simulation(
         run_id=manifest.run_id,
         rank=work.rank,
@@ -313,8 +319,8 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         recorded_peak_bytes=work.peak_bytes,
         memory_error=trust.memory_error,
         predicted=predicted,
-        low_ns=round(min(steps) * max(1 - margin, 0.0)),
-        high_ns=round(max(steps) * (1 + margin)),
+        low_ns=low_ns,
+        high_ns=high_ns,
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
         assumptions=(
             *scenario.assumptions,

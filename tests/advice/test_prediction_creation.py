@@ -9,6 +9,7 @@ from fsdp_inspect.advice.plan_simulator import Paid
 from fsdp_inspect.advice.prediction_creation import predict_advised
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
+from fsdp_inspect.advice.suggestions import sum_gains
 from fsdp_inspect.simulation.recorded import Execution
 from fsdp_inspect.trace.run import RunSource
 from tests.advice.test_advise import blocks
@@ -49,3 +50,20 @@ def test_a_plan_rests_on_its_own_assumptions_and_its_changes_on_theirs(
     own = {"Whole.", "Change 1.", "Change 2."}
     assert [line for line in prediction.assumptions if line in own] == assumed
     assert prediction.paid_ns == paid
+
+
+def test_the_advice_and_its_prediction_state_one_interval(run):
+    plan = advise_run(run, AdviceRequest()).plan
+    assert plan is not None
+    step = predict_advised(run, plan, AdviceRequest()).step_time_ns
+    assert (step.low, step.high) == (plan.fastest.step_low_ns, plan.fastest.step_high_ns)
+    assert step.low <= plan.replayed_step_ns - plan.fastest.saved_high_ns
+    assert step.high >= plan.replayed_step_ns - plan.fastest.saved_low_ns
+
+
+@pytest.mark.parametrize("take", [1, 2])
+def test_the_prediction_of_some_changes_contains_their_gain(run, advised, take):
+    step = predict_advised(run, advised, AdviceRequest(), take=take).step_time_ns
+    saved_low_ns, saved_high_ns = sum_gains(advised.suggestions[:take], 0)
+    assert step.low <= advised.replayed_step_ns - saved_high_ns
+    assert step.high >= advised.replayed_step_ns - saved_low_ns

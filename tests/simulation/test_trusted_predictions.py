@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, strategies as st
 from fsdp_inspect.advice.plan_scores import PlanScorer
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
-from fsdp_inspect.analysis.trust import RunDelay, Trust
+from fsdp_inspect.analysis.trust import PROCESS_SPREAD_RATIO, RunDelay, Trust
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.report.simulation import render_simulation
 from fsdp_inspect.simulation.recorded import Execution, measure_work, observed_plan
@@ -126,3 +127,30 @@ def test_steps_that_vary_are_a_caveat_of_every_prediction() -> None:
     assert sentence.startswith("The middle half of the recorded steps varies by 17%")
     assert PlanScorer(run, work=vary).trust.prediction_caveats == (sentence,)
     assert steady.trust.prediction_caveats == ()
+
+
+@given(
+    error=st.floats(-0.05, 0.05),
+    spread=st.floats(0, 0.5),
+    scatter=st.floats(0, 2),
+    ends=st.tuples(st.integers(1, 10**9), st.integers(1, 10**9), st.integers(1, 10**9)),
+    replayed_ns=st.integers(1, 10**9),
+)
+def test_a_step_is_never_surer_than_each_error_of_its_gain(
+    error: float, spread: float, scatter: float, ends: tuple[int, ...], replayed_ns: int
+) -> None:
+    trust = Trust(self_check_error=error, spread_ratio=spread, network_ratio=scatter)
+    step_ns = ends[0]
+    low, high = trust.step_range_ns(step_ns, ends[1:], replayed_ns=replayed_ns, exposed_ns=step_ns)
+    measured_ns = replayed_ns / (1 + error)  # the recorded step, which the simulation misses
+    assert low <= min(ends) - abs(measured_ns - replayed_ns) + 1 or low == 0
+    assert high >= max(ends) + abs(measured_ns - replayed_ns) - 1
+    assert high >= max(ends) + scatter * abs(replayed_ns - step_ns) - 1
+    assert low <= min(ends) * (1 - PROCESS_SPREAD_RATIO) + 1
+
+
+def test_no_network_makes_a_step_shorter_than_without_its_exposed_time() -> None:
+    trust = Trust(network_ratio=10.0)
+    low, high = trust.step_range_ns(100, [100], replayed_ns=200, exposed_ns=20)
+    assert low == round(100 - math.hypot(20, 4))
+    assert high == round(100 + math.hypot(1000, 4))

@@ -141,7 +141,7 @@ def measure_calibration(run: RunSource) -> Calibration:
         raise _missing(manifest, "the shapes of its parameters or the time of its compute")
     return Calibration(
         flops=2.0 * numel * seq_len * batch_size * passes / spent * 1e9,
-        spread_ratio=work.trust.step_margin(),
+        spread_ratio=work.trust.calibration_margin(work.step_time_ns),
         run_id=manifest.run_id,
         device_name=manifest.device_name or manifest.device_type,
     )
