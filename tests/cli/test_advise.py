@@ -1,10 +1,14 @@
+import io
 import json
 import re
 import shutil
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from fsdp_inspect.cli import main
 from fsdp_inspect.trace.plan import Plan
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -24,10 +28,20 @@ def test_the_first_line_answers_and_the_advice_fits_on_one_screen_of_80_by_24(in
     assert max(len(line) for line in lines if not line.startswith("      ")) <= 80  # code is whole
 
 
-def test_details_show_all_changes_and_earlier_predictions(invoke):
+@pytest.fixture(scope="module")
+def advised():
+    """The plan of `fsdp-inspect advise --json`."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", ["fsdp-inspect", "advise", str(SAMPLE), "--json"])
+        with pytest.raises(SystemExit):
+            main()
+    return json.loads(out.getvalue())["plan"]
+
+
+def test_details_show_all_changes_and_earlier_predictions(invoke, advised):
     short = invoke("advise", SAMPLE).out
     full = invoke("advise", SAMPLE, "--details").out
-    number = len(json.loads(invoke("advise", SAMPLE, "--json").out)["plan"]["suggestions"])
+    number = len(advised["suggestions"])
     assert f"  {number}. " in full
     assert f"  {number}. " not in short
     assert full.splitlines()[0] == short.splitlines()[0]
@@ -42,8 +56,8 @@ def test_the_commands_name_the_run_also_if_its_parent_was_given(invoke, tmp_path
     assert verify.endswith(f"NEW_RUN --baseline {tmp_path / 'runs' / SAMPLE.name}")
 
 
-def test_every_suggestion_says_its_rule_interval_evidence_and_memory(invoke):
-    result = json.loads(invoke("advise", SAMPLE, "--json").out)["plan"]
+def test_every_suggestion_says_its_rule_interval_evidence_and_memory(advised):
+    result = advised
     assert result["suggestions"]
     for each in result["suggestions"]:
         assert each["rules"]
@@ -96,21 +110,17 @@ def test_a_run_that_cannot_be_simulated_is_told_why(invoke, runs_folder):
     assert "no observed plan" in " ".join(ended.out.split())
 
 
-def test_the_first_changes_alone_can_be_written_and_are_predicted_alone(invoke, tmp_path):
-    file = tmp_path / "plan.toml"
-    advised = json.loads(invoke("advise", SAMPLE, "--json").out)["plan"]["suggestions"]
-    assert invoke("advise", SAMPLE, "--take", "1", "--write", file).code == 0
-    prediction = json.loads((tmp_path / "plan.prediction.json").read_text())
-    assert prediction["step_time_ns"]["value"] == advised[0]["step_ns"]
-    assert prediction["what"] == advised[0]["what"]
-    assert Plan.load(file) == Plan.from_dict(prediction["plan"])
-    assert " --take 1 --write plan.toml" in advised[0]["verify"][0]
-
-
-def test_the_first_change_is_verified_as_it_was_written(invoke, tmp_path):
+def test_the_first_change_is_written_predicted_and_verified_alone(invoke, advised, tmp_path):
     """The command that writes the plan again would write all changes."""
     file = tmp_path / "plan.toml"
+    first = advised["suggestions"][0]
     ended = invoke("advise", SAMPLE, "--take", "1", "--write", file, "--json")
+    assert ended.code == 0
+    prediction = json.loads((tmp_path / "plan.prediction.json").read_text())
+    assert prediction["step_time_ns"]["value"] == first["step_ns"]
+    assert prediction["what"] == first["what"]
+    assert Plan.load(file) == Plan.from_dict(prediction["plan"])
+    assert " --take 1 --write plan.toml" in first["verify"][0]
     plan = json.loads(ended.out)["plan"]
     assert len(plan["suggestions"]) > 1
     assert plan["change"] == plan["suggestions"][0]["change"]

@@ -21,7 +21,7 @@ from tests.distributed.advised_script import LOOPS, Advised
 pytestmark = pytest.mark.distributed
 
 SCRIPT = Path(__file__).with_name("advised_script.py")
-QUICK = ("microbatches", "teacher", "probed", "ddp")
+QUICK = ("microbatches", "teacher", "ddp")
 HARMFUL = "not offered"
 VALUES: dict[str, tuple[Any, ...]] = {
     "reshard": (False, True, 2),
@@ -86,7 +86,7 @@ Outcome = dict[str, Any]
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((QUICK, 5), id="some"),
+        pytest.param((QUICK, 8), id="some"),
         pytest.param((LOOPS, 1), id="all", marks=pytest.mark.slow),
     ],
 )
@@ -95,7 +95,7 @@ def outcomes(
 ) -> list[Outcome]:
     """Each change with its losses, and the losses of its loop without it.
 
-    Each fifth change of some loops, or each change of all, with all findings; and one change that
+    Each eighth change of some loops, or each change of all, with all findings; and one change that
     the search must not offer.
     """
     loops, every = request.param

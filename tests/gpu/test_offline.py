@@ -79,6 +79,7 @@ def modules_that_the_gpu_machine_lacks() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_script_imports_with_the_packages_of_the_gpu_machine_and_the_wheels() -> None:
     lacking = modules_that_the_gpu_machine_lacks()
     assert {"duckdb", "streamlit"} <= set(lacking)

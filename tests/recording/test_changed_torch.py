@@ -20,7 +20,7 @@ STEPS = 4
 SCRIPT = Path(__file__).with_name("changed_torch.py")
 HARMLESS = {"fsdp2 method has an argument"}
 """Changes that cost nothing: wraps pass on what they do not know."""
-GUARD = ("fsdp2 method is renamed",)
+GUARD = ("fsdp2 attribute is renamed",)
 ON_TWO_RANKS = {"fsdp2 method is renamed", "fsdp1 method is renamed", "ddp reducer is renamed"}
 
 

@@ -14,7 +14,6 @@ from fsdp_inspect import ForecastTarget, forecast_memory
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
 from fsdp_inspect.emulation.forecast import compiled_regions
 from fsdp_inspect.store.reader import open_run
-from tests.cases import mark_slow
 from tests.torch_versions import needs_torch
 
 WIDTH, TOKENS, BLOCKS = 64, 32, 3
@@ -122,7 +121,8 @@ def bytes_per_block(memory: Memory) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method")  # of `saved_bytes`
-@pytest.mark.parametrize("fullgraph", mark_slow([False, True], but=[True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_blocks_save_what_the_compiler_saves(fullgraph: bool, tmp_path: Path) -> None:
     needs_torch("2.11", "cannot compile on the fake tensors of a forecast")
     eager = forecast(tmp_path / "eager", partial(build, is_compiled=False))
