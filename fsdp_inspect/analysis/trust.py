@@ -338,8 +338,8 @@ class Trust:
             return None
         most = max(self.step_changes, key=lambda each: abs(each.change_ratio))
         return (
-            f"The step time changes within the recording. {most.sentence} A prediction describes "
-            "typical steps of the whole recording: `fsdp-inspect diagnose` shows what changed."
+            f"The step time changes within the recording. {most.sentence} A prediction does "
+            "not tell steps before from steps after it. `fsdp-inspect diagnose` shows what changed."
         )
 
     @property
