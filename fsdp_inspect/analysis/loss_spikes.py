@@ -3,9 +3,13 @@
 [Note: Loss spikes] The level of a loss is the median of the last 9 normal values: more would be
 too high for a falling loss. Its noise is the robust standard deviation of the successive
 differences of up to 20 of them / sqrt(2), which a falling loss does not raise (1.4826 x the median
-absolute deviation). A value is a spike if it is not finite, or
-exceeds the level by more than 8 times the noise and by more than 20%. The loss has recovered once 3
-values in a row are normal again.
+absolute deviation). A value is a spike if it is not finite, or exceeds the level by more than 8
+times the noise and by more than 20%. If the medians of both halves of the last 20 values differ by
+more than twice the noise, the loss rises already, as a penalty that starts at 0: then a spike must
+exceed the largest value by more than 5 times the largest of the differences, too. At a level of 0,
+only a value that is not finite is a spike.
+The loss has recovered once 3 values in a row are normal again. It falls again if at least 20 values
+since the rise fall: the Mann-Kendall statistic of 50 medians of blocks is below -3.
 
 A unit's gradient norm has moved if it exceeds 4 times the median of its earlier norms. Norms are
 known in numerics steps only. If several units moved in the same numerics step, the first one is
@@ -16,10 +20,11 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.numerics import gradient_norms
@@ -32,6 +37,10 @@ _OF_LEVEL = 9
 _DEVIATIONS = 8.0
 _LEAST_RISE = 0.2
 _RECOVERED_AFTER = 3
+_BLOCKS = 50
+_FALLS = 3.0
+_RISING = 2.0
+_JUMP = 5.0
 _MOVED = 4.0
 _LEAST_NORMS = 3
 
@@ -67,6 +76,8 @@ class LossSpike:
     """Number of logged values in the spike."""
     recovered_at: int | None
     """The step of the first of 3 normal values in a row; None: the loss did not recover."""
+    falls_again: bool
+    """Whether the loss, which did not recover, falls since: it learns, perhaps from other data."""
     moved: tuple[MovedUnit, ...]
     """The units whose norm rose in the earliest numerics step, largest rise first."""
 
@@ -91,6 +102,7 @@ def _find_loss_spikes(run: RunSource) -> tuple[LossSpike, ...]:
             peak=_highest(series.values[low : high or len(series.values)]),
             num_values=(high or len(series.values)) - low,
             recovered_at=None if high is None else series.steps[high],
+            falls_again=high is None and _falls(series.values[low:]),
             moved=_find_moved(norms, series.steps[low], series.steps[high - 1 if high else -1]),
         )
         for low, high, usual in spikes
@@ -136,10 +148,27 @@ def _limit(normal: Sequence[float]) -> float:
     if len(recent) < _LEAST_VALUES:
         return math.inf
     level = _level(recent)
+    if not level:
+        return sys.float_info.max
     changes = [after - before for before, after in pairwise(recent)]
     usual = statistics.median(changes)
     noise = 1.4826 * statistics.median(abs(each - usual) for each in changes) / math.sqrt(2)
-    return level + max(_DEVIATIONS * noise, _LEAST_RISE * abs(level))
+    half = len(recent) // 2
+    rise = statistics.median(recent[-half:]) - statistics.median(recent[:half])
+    limit = level + max(_DEVIATIONS * noise, _LEAST_RISE * abs(level))
+    return limit if rise <= _RISING * noise else max(limit, max(recent) + _JUMP * max(changes))
+
+
+def _falls(values: Sequence[float]) -> bool:
+    """Whether the values fall: the Mann-Kendall statistic, without a correction for ties."""
+    if len(values) < _MOST_VALUES or not all(map(math.isfinite, values)):
+        return False
+    length = -(-len(values) // _BLOCKS)
+    blocks = [statistics.median(values[at : at + length]) for at in range(0, len(values), length)]
+    pairs = [(first < second) - (first > second) for first, second in combinations(blocks, 2)]
+    number = len(blocks)
+    deviation = math.sqrt(number * (number - 1) * (2 * number + 5) / 18)
+    return sum(pairs) < -_FALLS * deviation
 
 
 def _highest(values: Sequence[float]) -> float | None:

@@ -48,7 +48,6 @@ _OF_SCRIPT = {
     ProblemClass.OUT_OF_MEMORY: "the next start needs the same memory",
     ProblemClass.NOT_FINITE: "the values are not finite",
     ProblemClass.PRECISION_LOSS: "updates are lost",
-    ProblemClass.LOSS_SPIKE: "the loss has not recovered",
     ProblemClass.TRAINING: "the training itself is wrong",
 }
 """Why a restart does not help."""
@@ -143,7 +142,18 @@ def _decisions(found: Diagnosis, run: RunSource) -> Iterator[Decision]:
 
 def _of_class(found: Diagnosis) -> Iterator[Decision]:
     """The decision that follows from the class of the problem alone."""
-    if found.problem in _OF_SCRIPT:
+    if found.problem is ProblemClass.LOSS_SPIKE:
+        is_finite = found.loss_spikes[-1].peak is not None
+        reason = "the loss rose and did not recover, and other data may be the reason"
+        yield (
+            Decision(SchedulerAction.CANNOT_TELL, (), True, reason)
+            if is_finite
+            else Decision(SchedulerAction.STOP, (), True, "the loss is not finite")
+        )
+    elif found.problem is ProblemClass.TRAINING and not found.is_certain:
+        reason = "the training is probably wrong, and a person must look at the finding"
+        yield Decision(SchedulerAction.CANNOT_TELL, (), True, reason)
+    elif found.problem in _OF_SCRIPT:
         reason = f"a restart does not help, because {_OF_SCRIPT[found.problem]}"
         is_certain = found.is_certain and found.problem is not ProblemClass.HOST_DEADLOCK
         yield Decision(SchedulerAction.STOP, (), is_certain, reason)

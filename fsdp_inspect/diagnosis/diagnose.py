@@ -986,9 +986,11 @@ class _Case:
         return self._make(Status.PROBLEM, ProblemClass.PRECISION_LOSS, step=numerics.steps[-1])
 
     def _spikes(self) -> Diagnosis | None:
-        """Check whether the loss rose and did not recover."""
+        """Check whether the loss rose, did not recover, and does not fall again."""
         last = next(iter(find_loss_spikes(self._run)[-1:]), None)
-        if last is None or last.recovered_at is not None or last.num_values < LEAST_HIGH_LOSSES:
+        if last is None or last.recovered_at is not None or last.falls_again:
+            return None
+        if last.num_values < LEAST_HIGH_LOSSES:
             return None
         found = self._make(Status.PROBLEM, ProblemClass.LOSS_SPIKE, step=last.step)
         known = [each.fqn for each in last.moved]

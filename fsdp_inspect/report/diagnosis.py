@@ -735,10 +735,12 @@ def _precision_loss(found: Diagnosis) -> str:
 
 def _loss_spike(found: Diagnosis) -> str:
     spike = found.loss_spikes[-1]
-    return (
-        f"The {spike.name} rose in step {spike.step}, from {spike.usual:.4g} to "
-        f"{_peak(spike)}, and did not recover.{_first_moved(spike)}"
-    )
+    other = "" if spike.peak is None else " Other data, or another loss, looks the same."
+    return f"{_rise(spike)}, and did not recover.{other}{_first_moved(spike)}"
+
+
+def _rise(spike: LossSpike) -> str:
+    return f"The {spike.name} rose in step {spike.step}, from {spike.usual:.4g} to {_peak(spike)}"
 
 
 def _peak(spike: LossSpike) -> str:
@@ -782,10 +784,11 @@ def _drift(found: Diagnosis) -> str:
 def _changes(found: Diagnosis) -> Iterator[str]:
     """The spikes of the loss and the drift that the sentence does not state."""
     for spike in found.loss_spikes[-MOST_CHANGES:]:
+        if spike.falls_again:
+            yield f"{_rise(spike)}, has not come back to it, and falls again since."
         if spike.recovered_at is not None:
             yield (
-                f"The {spike.name} rose in step {spike.step}, from {spike.usual:.4g} to "
-                f"{_peak(spike)}, and had recovered in step {spike.recovered_at}."
+                f"{_rise(spike)}, and had recovered in step {spike.recovered_at}."
                 f"{_first_moved(spike)}"
             )
     for change in found.drift[:MOST_CHANGES]:
@@ -1188,8 +1191,9 @@ _NEXT: dict[ProblemClass, tuple[str, ...]] = {
         "parameters in float32.",
     ),
     ProblemClass.LOSS_SPIKE: (
-        "Start again from the last checkpoint before, and record with numerics_every=1.",
-        "Look at the batches of these steps, the learning rate and the gradient clipping.",
+        "Look at the batches of these steps, the learning rate and the gradient clipping. If the "
+        "data or the loss changed there on purpose, ignore this.",
+        "Otherwise, start again from the last checkpoint before, and record with numerics_every=1.",
     ),
     ProblemClass.DRIFT: (
         "Compare steps before and after in the dashboard's Timeline: `fsdp-inspect app RUN`.",

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fsdp_inspect.analysis.loss_spikes import find_loss_spikes, find_spikes
+from fsdp_inspect.diagnosis.decision import SchedulerAction, decide
 from fsdp_inspect.diagnosis.diagnose import ProblemClass, diagnose
 from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.trace.numerics import NumericsStep, Observation, Place
@@ -84,7 +85,8 @@ def test_the_unit_whose_norm_moved_first_is_named() -> None:
     assert [(each.fqn, each.step, each.norm) for each in spike.moved] == [("layers.1", 45, 9.0)]
     assert (found.problem, found.step, found.unit) == (ProblemClass.LOSS_SPIKE, 50, "layers.1")
     assert describe_diagnosis(found).sentence.endswith(
-        "and did not recover. The gradient norm of layers.1 rose first, in step 45: 9, usually 1."
+        "and did not recover. Other data, or another loss, looks the same. "
+        "The gradient norm of layers.1 rose first, in step 45: 9, usually 1."
     )
 
 
@@ -111,6 +113,40 @@ def test_units_that_moved_in_the_same_numerics_step_have_no_first() -> None:
         "The gradient norms of 2 units had risen in step 50, most that of layers.1: 30, usually 1. "
         "Which one rose first is unknown."
     )
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.05, 0.1])
+def test_a_penalty_that_rises_from_0_has_no_spike(spread: float) -> None:
+    """As the loss of GRPO, which is the distance from the reference."""
+    for seed in range(20):
+        noise = np.random.default_rng(seed).standard_normal(120)
+        steps = np.arange(120)
+        rising = 1e-5 * steps * (1 + spread * noise)
+        assert find_spikes(list(rising)) == [], seed
+        assert find_spikes(list(1e-6 * steps**2 * (1 + spread * noise))) == [], seed
+
+
+def test_a_level_of_0_has_no_spike_but_a_value_that_is_not_finite() -> None:
+    before = [0.0] * 12
+    assert find_spikes([*before, *losses(30)]) == []
+    assert find_spikes([*before, math.inf]) == [(12, None, 0.0)]
+
+
+@pytest.mark.parametrize(("rate", "is_problem"), [(0.004, False), (0.0, True)])
+def test_a_loss_that_falls_again_is_evidence_and_no_problem(rate: float, is_problem: bool) -> None:
+    """A curriculum of harder data looks so."""
+    noise = np.random.default_rng(0).standard_normal(50)
+    after = 6 * np.exp(-rate * np.arange(50)) + 0.1 * noise
+    run = run_of([*losses(60), *after])
+    found = diagnose(run)
+    assert (found.problem is ProblemClass.LOSS_SPIKE) is is_problem
+    shown = describe_diagnosis(found)
+    said = shown.sentence if is_problem else " ".join(shown.evidence)
+    end = "and did not recover" if is_problem else "has not come back to it, and falls again since."
+    assert "The loss rose in step 60" in said
+    assert end in said
+    code = SchedulerAction.CANNOT_TELL if is_problem else SchedulerAction.CONTINUE
+    assert decide(found, run).action is code
 
 
 def test_a_spike_that_recovers_is_evidence_and_no_problem() -> None:
