@@ -39,7 +39,7 @@ class _Round:
     parameters: list[nn.Parameter]
     marks: list[Mark]
     """The gradients after the last backward of these parameters, or after the update."""
-    versions: list[tuple[int, int]]
+    states: list[Mark]
     """The parameters at that moment."""
     before: list[Mark] = field(default_factory=list)
     """The gradients before the backward that runs."""
@@ -106,14 +106,14 @@ class AccumulationWatch:
     @staticmethod
     def _count(own: _Round, marks: list[Mark]) -> None:
         is_kept = own.before == own.marks and any(own.marks)
-        versions = [versions_of(each) for each in own.parameters]
+        states = [state_of(each) for each in own.parameters]
         if own.num_backwards == 0:
             own.is_kept = is_kept
         elif any(own.marks) and not any(own.before):
             own.num_cleared += 1
-        own.num_moved += versions != own.versions
+        own.num_moved += states != own.states
         own.num_backwards += 1
-        own.marks, own.versions = marks, versions
+        own.marks, own.states = marks, states
 
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer, step: int, *, is_early: bool) -> None:
@@ -150,7 +150,7 @@ class AccumulationWatch:
             self._chosen[optimizer] = chosen
         if chosen:
             marks = [mark_of(each.grad) for each in chosen]
-            self._open[optimizer] = _Round(chosen, marks, [versions_of(each) for each in chosen])
+            self._open[optimizer] = _Round(chosen, marks, [state_of(each) for each in chosen])
 
     def _describe(self, own: _Round, step: int) -> RoundSeen:
         return RoundSeen(
@@ -270,9 +270,15 @@ def mark_of(gradient: torch.Tensor | None) -> Mark:
     return storage_key(local.untyped_storage()), *versions_of(gradient), *_first_values(local)
 
 
+def state_of(parameter: torch.Tensor) -> Mark:
+    """What changes when a parameter is changed in place, also through `.data` on CPU."""
+    return *versions_of(parameter), *_first_values(local_part(parameter))
+
+
 def _first_values(local: torch.Tensor) -> list[float]:
     """A few values; none if reading them would wait or copy."""
     is_readable = local.device.type == "cpu" and local.is_contiguous()
+    is_readable = is_readable and local.untyped_storage().size() > 0  # FSDP1 frees storages
     return local.detach().view(-1)[:_VALUES].tolist() if is_readable else []
 
 

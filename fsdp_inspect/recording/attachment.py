@@ -222,7 +222,7 @@ class Attachment:
         self._sampler = self._start_sampler()
         self._history = self._start_history()
         self._surveillance = self._watch()
-        self.session.checks = self._make_checks(sees_all=optimizers is None)
+        self.session.checks = self._make_checks()
         self._instruments = Instruments(
             self.session,
             self._sharder,
@@ -434,11 +434,8 @@ class Attachment:
         warn(sentence)
         self.session.problem(sentence)
 
-    def _make_checks(self, *, sees_all: bool) -> TrainingChecks | None:
-        """Observe the training itself; None under emulation, whose values are meaningless.
-
-        `sees_all`: whether all optimizers are recorded, not only those that the user gave.
-        """
+    def _make_checks(self) -> TrainingChecks | None:
+        """Observe the training itself; None under emulation, whose values are meaningless."""
         if self._emulation is not None:
             return None
         units = self._sharder.describe_units(self._process_groups)
@@ -453,7 +450,7 @@ class Attachment:
         watches = Watches(
             self._values,
             samples if updates_parameters else None,
-            coverage if updates_parameters and sees_all else None,
+            coverage if updates_parameters else None,
             StaleWatch(self._sharder.units, self._late),
         )
         return TrainingChecks(session, model, shapes, self._report_wrong_training, watches)
@@ -885,6 +882,7 @@ class Attachment:
             self._writer.update(recorder=self._control.use())
         was_active = session.active
         self._guarded(session.end_evaluation)
+        self._guarded(session.journal.drain)  # before the black box is explained
         session.stop()
         try:
             self._memory_steps.close()

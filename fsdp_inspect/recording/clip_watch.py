@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fsdp_inspect.recording.accumulation_watch import Mark, mark_of
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.patches import Guard, Patches, wrap_call
-from fsdp_inspect.recording.torch_api.autograd import CLIPS, multiplies_loss
+from fsdp_inspect.recording.torch_api.autograd import CLIPS, loss_scale
 from fsdp_inspect.trace.correctness import ClipSeen
 
 _PLACES = 4
@@ -55,8 +55,8 @@ class ClipWatch:
     def __init__(self, observe: Callable[[Callable[[], None]], None]) -> None:
         self._observe = observe
         self._seen: dict[str, ClipSeen] = {}
-        self._is_scaled = False
-        """Whether a scaler multiplied a loss, and has not divided the gradients since."""
+        self._scale = 1.0
+        """The number by which a scaler multiplied a loss, and has not divided the gradients."""
         self._num_backwards = 0
         """Backwards since the last update."""
         self._has_updated = False
@@ -89,10 +89,10 @@ class ClipWatch:
             wrap(kind, "unscale_", self._see_unscale)
 
     def _see_scale(self, scaler: GradScaler, *_: Any) -> None:
-        self._is_scaled = multiplies_loss(scaler)
+        self._scale = loss_scale(scaler)
 
     def _see_unscale(self, *_: Any) -> None:
-        self._is_scaled = False
+        self._scale = 1.0
 
     def _see_clip_of_model(self, model: Any, limit: Any = 0.0, *_: Any) -> None:
         self._see_clip(list(model.parameters()), limit)
@@ -111,11 +111,14 @@ class ClipWatch:
         held = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         known = held if isinstance(held, list | tuple) else ()  # a generator has ended
         with_gradient = [each for each in known if each.grad is not None][:_PARAMETERS]
+        used = float(limit) if is_number else before.limit
+        is_scaled = self._scale > max(used, 1.0)  # otherwise the limit may be multiplied, too
         self._seen[place] = before.model_copy(
             update={
-                "limit": float(limit) if is_number else before.limit,
+                "limit": used,
                 "num_calls": before.num_calls + 1,
-                "num_scaled": before.num_scaled + self._is_scaled,
+                "num_scaled": before.num_scaled + is_scaled,
+                "scale": max(before.scale, self._scale),
                 "num_empty": before.num_empty + (bool(known) and not with_gradient),
             }
         )

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdp_inspect.recording.accumulation_watch import EVERY, extend
+from fsdp_inspect.recording.accumulation_watch import EVERY, Mark, extend, mark_of, state_of
 from fsdp_inspect.recording.tensors import local_part
-from fsdp_inspect.recording.torch_api.autograd import version_of
 from fsdp_inspect.recording.torch_api.ddp import BucketHandle
 from fsdp_inspect.trace.correctness import CoverageSeen, StreakSeen
 
@@ -44,11 +43,11 @@ class CoverageWatch:
         self._known: dict[int, int] = {}
         """The number of tensors of each optimizer that has stepped, by its id."""
         self._with_gradient: set[int] = set()
-        self._versions: dict[int, int] = {}
+        self._states: dict[int, Mark] = {}
         """Parameters that no optimizer held at the last update."""
         self._changed: set[int] = set()
         """Those of them that changed all the same."""
-        self._used: dict[int, int] = {}
+        self._used: dict[int, Mark] = {}
         """The gradients that an update has used since the last backward, by parameter."""
         self._has_closure = False
         """Whether a backward ran in the update, as for LBFGS."""
@@ -90,7 +89,7 @@ class CoverageWatch:
         # The model of a unit that stays unsharded has other parameters than the optimizer.
         self._with_gradient |= {id(each) for each in own if each.grad is not None}
         repeated = _reads_gradients(type(optimizer)) and sum(
-            each.grad is not None and self._used[id(each)] == version_of(each.grad)
+            each.grad is not None and self._used[id(each)] == mark_of(each.grad)
             for each in own
             if id(each) in self._used
         )
@@ -102,8 +101,8 @@ class CoverageWatch:
                 self._with_gradient.add(id(each))
             if id(each) in self._held:
                 continue
-            version = version_of(each)
-            if self._versions.setdefault(id(each), version) != version:
+            state = state_of(each)
+            if self._states.setdefault(id(each), state) != state:
                 self._changed.add(id(each))
             is_empty = not local_part(each).numel()  # FSDP1 gives other ranks all its values
             is_trained = id(each) in self._with_gradient or is_empty
@@ -159,7 +158,7 @@ class CoverageWatch:
         if self._has_closure or not _reads_gradients(type(optimizer)):
             return
         self._used |= {
-            id(each): version_of(each.grad)
+            id(each): mark_of(each.grad)
             for group in optimizer.param_groups
             for each in group["params"]
             if each.grad is not None

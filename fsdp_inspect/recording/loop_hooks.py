@@ -175,6 +175,10 @@ class LoopHooks:
                     optimizer.register_step_post_hook(self._after_optimizer),
                 )
             ]
+            handles += [
+                register_optimizer_step_pre_hook(self._before_other),
+                register_optimizer_step_post_hook(self._after_other),
+            ]
         else:
             handles = [
                 register_optimizer_step_pre_hook(self._before_optimizer),
@@ -229,6 +233,24 @@ class LoopHooks:
             self._on_optimizer_step(optimizer)
         except Exception as error:
             session.fail(error)
+
+    def _is_other(self, optimizer: Any) -> bool:
+        """Whether an optimizer that the user did not name steps, and not inside a named one."""
+        session = self._session
+        if not session.active or session.in_outer_optimizer or session.checks is None:
+            return False
+        return self._optimizer_start is None and not any(
+            optimizer is each for each in self._optimizers or ()
+        )
+
+    def _before_other(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Check an update that is no step of the recording."""
+        if self._is_other(optimizer):
+            self._session.checks.before_update(optimizer)
+
+    def _after_other(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._is_other(optimizer):
+            self._session.checks.after_update(optimizer)
 
     def _wrap_outer(self, outer: Any, inner: torch.optim.Optimizer, patches: Patches) -> None:
         """Time a step that communicates and then steps a torch optimizer once or several times."""

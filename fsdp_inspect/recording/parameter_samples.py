@@ -34,6 +34,8 @@ _OUTSIDE = 3
 _VALUES = 64
 """Values of each parameter, evenly spaced."""
 _UPDATES = 8
+_BACKWARDS = 16
+"""Without an update until then, the parameters are sampled all the same."""
 _BUFFERS = 8
 _LATER = 3
 """The sampled update before which the buffers are read again."""
@@ -90,7 +92,9 @@ class ParameterSamples:
         """The updates that were noted."""
         self.last_digests: list[int] = []
         """See `LateSeen.digests`."""
-        self._num_updates = 0
+        self.began_digests: list[int] = []
+        """See `LateSeen.began`."""
+        self._num_updates = self._num_backwards = 0
         self._last: list[torch.Tensor | None] = []
         """The gradients after the last backward, as far as they have arrived."""
         self._first: Sequence[NDArray[np.float64] | None] = ()
@@ -99,6 +103,11 @@ class ParameterSamples:
         """Takes the parameters after the sampled update that runs."""
         self._keep: Callable[[list[torch.Tensor | None]], None] | None = None
         """Takes the gradients of that update."""
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether the sampled values differ between updates."""
+        return len({tuple(each.digests) for each in self.updates}) > 1
 
     def is_sampled(self) -> bool:
         """Whether the values around the next update are sampled."""
@@ -116,9 +125,22 @@ class ParameterSamples:
         if self._finish is not None and self._keep is not None:
             self._last = []  # what scales them before they are used is not seen
             self._read([each.grad for each in self._chosen], self._keep)
-        elif self._chosen and self.is_sampled():
+        elif self._num_updates and self._chosen and self.is_sampled():
             self.backward_place = find_calling_line(sys._getframe(1))
             self._read([each.grad for each in self._chosen], self._keep_gradients)
+        elif self._num_updates == 0 and self._session.tracker is None:
+            self._num_backwards += 1
+            if self._num_backwards == _BACKWARDS:
+                self._begin_without_update()
+
+    def _begin_without_update(self) -> None:
+        """Sample the parameters of a training that has updated none until now."""
+        self._choose()
+
+        def keep(values: list[torch.Tensor | None]) -> None:
+            self.began_digests = [0 if each is None else _digest(each) for each in values]
+
+        self._read(self._chosen, keep)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Sample the gradients that an optimizer receives, and the parameters."""

@@ -37,6 +37,8 @@ _STEPS = 8
 _OPTIMIZERS = 16
 """With more optimizers, such as one for each parameter, none is observed."""
 _LOSSES = 64
+_STALE_AFTER = 3
+"""The update before which an optimizer without the model's parameters is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Watches:
     samples: ParameterSamples | None
     """None: the optimizer updates partitions."""
     coverage: CoverageWatch | None
-    """None: this too, or the recorder does not see all optimizers."""
+    """None: this too."""
     stale: StaleWatch
 
 
@@ -114,6 +116,7 @@ class TrainingChecks:
                 idle=self._rates.idle,
                 rates=dict(self._rates.last),
                 digests=[] if self._samples is None else self._samples.last_digests,
+                began=[] if self._samples is None else self._samples.began_digests,
                 num_updates=self._num_updates,
                 num_backwards=self._num_backwards,
             ),
@@ -222,7 +225,11 @@ class TrainingChecks:
         self._seen = self._seen.model_copy(update=known)
         self._has_news = True
         is_stale = not (seen.num_of_model or seen.num_with_gradient) and of_model
-        if is_stale and seen.num_alike == seen.num_tensors and before is None:
+        is_stale = is_stale and seen.num_alike == seen.num_tensors
+        # The optimizer may hold copies whose values it writes to the model.
+        samples = self._samples
+        is_time = seen.num_steps == (1 if samples is None else _STALE_AFTER)
+        if is_stale and is_time and (samples is None or not samples.have_changed):
             self._report(
                 f"The optimizer updates no parameter of the model ({seen.place}): its "
                 f"{seen.num_tensors} tensors are others with the shapes of the model's. Create the "

@@ -158,7 +158,10 @@ class ClipSeen(Record):
     """The largest norm, or value, that the last call allowed."""
     num_calls: Amount = 0
     num_scaled: Amount = 0
-    """Calls while the gradients were multiplied by the scale of a gradient scaler."""
+    """Calls while the gradients were multiplied by the scale of a gradient scaler, if this scale is
+    larger than the limit."""
+    scale: float = 0.0
+    """The largest scale at a call; 0: unknown, in earlier recordings."""
     num_early: Amount = 0
     """Calls after which a backward of the same update added to the gradients."""
     num_late: Amount = 0
@@ -264,6 +267,8 @@ class LateSeen(Record):
     """The largest learning rate on the host in the last steps, by step."""
     digests: list[Annotated[int, Field(ge=0, lt=1 << 32)]] = Field(default_factory=list)
     """CRC-32 of the sampled values at the end; empty: unknown."""
+    began: list[Annotated[int, Field(ge=0, lt=1 << 32)]] = Field(default_factory=list)
+    """The same after 16 backwards, if no optimizer had stepped until then; empty: one had."""
     num_updates: Amount = 0
     """All updates of optimizers that hold parameters of the recorded models; 0: unknown."""
     num_backwards: Amount = 0
@@ -318,7 +323,7 @@ class TrainingSeen(Record):
     """Means and sums in the same steps whose labels are all ignored; `losses` leaves them out."""
     values: ValuesSeen = ValuesSeen()
     coverage: CoverageSeen | None = None
-    """None: the recorder does not see all optimizers, or they update partitions."""
+    """None: the optimizers update partitions, or an earlier recording did not see all of them."""
     units: UnitsSeen | None = None
     """None: earlier recordings, and ranks that did not look."""
     rounds: list[RoundSeen] = Field(default_factory=list)

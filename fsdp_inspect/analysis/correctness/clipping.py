@@ -60,6 +60,8 @@ def check_clipping(observed: Observed) -> Iterator[TrainingFault]:
         return
 
 
+_TINY_LIMIT = 1e-3
+"""A limit that is meant for gradients without their scale is smaller than it by more than this."""
 _LARGE_LIMIT = 100.0
 """A limit above it allows for the scale of a loss, or only measures the norm."""
 
@@ -78,15 +80,16 @@ def _wrong_calls(observed: Observed) -> Iterator[TrainingFault]:
             if min(found.values()) < LEAST_UPDATES:
                 continue
             ranks = tuple(sorted(found))
+            first = by_rank[ranks[0]]
             yield TrainingFault(
                 TrainingCheck.CLIPPING,
                 ranks,
                 wording.sentence,
-                wording.why.format(found[ranks[0]], by_rank[ranks[0]].limit)
+                wording.why.format(found[ranks[0]], first.limit, scale=first.scale)
                 + " Only the first updates were looked at.",
                 wording.change,
                 place,
-                is_certain=wording.is_certain,
+                is_certain=wording.is_certain(first),
             )
             return
 
@@ -99,9 +102,9 @@ class _Wording:
     """The wrong calls of a line; 0: another call of it was right."""
     sentence: str
     why: str
-    """With places for the number of calls and the limit."""
+    """With places for the number of calls, the limit and the scale."""
     change: str
-    is_certain: bool = False
+    is_certain: Callable[[ClipSeen], bool] = lambda _: False
 
 
 _WORDINGS = (
@@ -109,10 +112,11 @@ _WORDINGS = (
         lambda each: each.num_scaled if each.num_scaled == each.num_calls and each.limit else 0,
         "Scaled gradients are clipped.",
         "In {} calls, the limit of {:.3g} was applied to gradients that the scaler had multiplied "
-        "by its scale, often thousands. They are divided by it later, and become that much "
+        "by its scale, up to {scale:,.6g}. They are divided by it later, and become that much "
         "smaller than the limit.",
-        "Call scaler.unscale_(optimizer) before clipping.",
-        is_certain=True,
+        "Call scaler.unscale_(optimizer) before clipping. If the limit is multiplied by the scale, "
+        "ignore this.",
+        is_certain=lambda each: each.limit < _TINY_LIMIT * each.scale,
     ),
     _Wording(
         lambda each: each.num_early if 2 * each.num_early >= each.num_calls else 0,

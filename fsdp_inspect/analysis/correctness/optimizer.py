@@ -1,23 +1,28 @@
-"""Find an optimizer that holds none of the model's parameters, and updates that a rank left out.
+"""Find an optimizer that holds none of the model's parameters, and updates that are left out.
 
 - Seen: the tensors of each optimizer in the first 8 updates; the number of all updates and
-  backwards.
+  backwards; sampled values of the parameters.
 - Proof: no tensor is a parameter of the model or ever has a gradient, and the model's parameters
   have some. Ranks that train the same part of the model ran equally many backwards, and one made
-  at least two updates fewer.
-- Refuted by: one such tensor. The optimizer of another model has gradients.
+  at least two updates fewer. Without any update, the sampled values stay.
+- Refuted by: one such tensor; values that change all the same, as by an optimizer of copies; equal
+  values at the end on ranks with fewer updates, as after a broadcast. The optimizer of another
+  model has gradients.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.analysis.correctness.samples import list_holders, values_change
 from fsdp_inspect.formatting import capitalize, format_ranks, plural
+from fsdp_inspect.trace.correctness import LateSeen
 
 
 def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
     """Find an optimizer without the model's parameters, and updates that a rank left out."""
     for ranks in observed.list_peers():
         yield from _left_out(observed, ranks)
+    yield from _never_updates(observed)
     if not any(each.optimizers for each in observed.seen.values()):
         observed.not_checked[TrainingCheck.OPTIMIZER] = (
             "No update of a torch optimizer was observed, or more than 16 optimizers step."
@@ -27,6 +32,7 @@ def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
         for rank, each in observed.seen.items()
         if each.num_with_gradient
         and each.optimizers
+        and not values_change(each)
         and not any(one.num_of_model or one.num_with_gradient for one in each.optimizers)
     }
     if not stale:
@@ -66,9 +72,13 @@ def _left_out(observed: Observed, ranks: Sequence[int]) -> Iterator[TrainingFaul
     most = max((each.num_updates for each in late.values()), default=0)
     fewer = [rank for rank, each in late.items() if each.num_updates < most]
     backwards = {each.num_backwards for each in late.values()}
-    if not fewer or len(backwards) > 1 or not all(each.num_updates for each in late.values()):
+    if not fewer or len(backwards) > 1:
         return
     if min(most - late[rank].num_updates for rank in fewer) < _LEAST_LEFT_OUT:
+        return
+    if not all(each.num_updates or _stays(each) for each in late.values()):
+        return
+    if _ends_equal(observed, set(fewer)):
         return
     others = [rank for rank in late if rank not in fewer]
     who = format_ranks(fewer) if len(fewer) <= _SHOWN else plural(len(fewer), "rank")
@@ -84,4 +94,40 @@ def _left_out(observed: Observed, ranks: Sequence[int]) -> Iterator[TrainingFaul
         "them first. A gradient scaler of FSDP1 must be ShardedGradScaler, which does so.",
         observed.place_of_update(others[0]),
         is_certain=True,
+    )
+
+
+def _stays(late: LateSeen) -> bool:
+    """Whether a rank that made no update has the values at the end that it had before."""
+    return bool(late.began) and late.began == late.digests
+
+
+def _ends_equal(observed: Observed, fewer: Set[int]) -> bool:
+    """Whether ranks with fewer updates end with the values of others, as after a broadcast."""
+    shared = [
+        each
+        for each in list_holders(observed)
+        if any(rank in fewer for rank in each.updates) and not fewer >= each.updates.keys()
+    ]
+    return bool(shared) and all(each.ends_equal for each in shared)
+
+
+def _never_updates(observed: Observed) -> Iterator[TrainingFault]:
+    late = {rank: seen.late for rank, seen in observed.seen.items() if seen.late is not None}
+    if not late or len(late) < len(observed.seen):
+        return
+    if any(each.num_updates or not _stays(each) for each in late.values()):
+        return
+    if any(each.optimizers for each in observed.seen.values()):
+        return
+    number = min(each.num_backwards for each in late.values())
+    yield TrainingFault(
+        TrainingCheck.OPTIMIZER,
+        tuple(sorted(late)),
+        "No optimizer updates the model.",
+        f"In {plural(number, 'backward')}, no optimizer stepped, and the sampled parameters "
+        "stayed as they were.",
+        "Look for a gradient scaler that skips each update because the scaled gradients are not "
+        "finite, or for a condition before optimizer.step() that never holds. If the gradients are "
+        "only read, ignore this.",
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdp_inspect.analysis.correctness.faults import Observed
-from fsdp_inspect.trace.correctness import ParameterSeen, UpdateSeen
+from fsdp_inspect.trace.correctness import ParameterSeen, TrainingSeen, UpdateSeen
 
 LEAST_UPDATES = 3
 """Fewer updates prove nothing about all of them."""
@@ -22,6 +22,8 @@ class Holders:
     """Its place in the lists of an update."""
     updates: dict[int, list[UpdateSeen]]
     """The sampled updates by rank, equally many."""
+    ends: dict[int, int]
+    """The digests at the end by rank, of the ranks that know it."""
 
     @property
     def num_updates(self) -> int:
@@ -60,10 +62,17 @@ class Holders:
 
     @property
     def meets_again(self) -> bool:
-        """Whether the values of the ranks differ before one update and are equal before a later."""
+        """Whether the values of the ranks differ before one update, and are equal later."""
         updates = range(self.num_updates)
         apart = [n for n in updates if differ(self.values(n))]
-        return bool(apart) and any(self.is_equal(n) for n in updates if n > apart[0])
+        return bool(apart) and (
+            self.ends_equal or any(self.is_equal(n) for n in updates if n > apart[0])
+        )
+
+    @property
+    def ends_equal(self) -> bool:
+        """Whether the ranks are known to hold equal values at the end."""
+        return len(self.ends) == len(self.updates) and len(set(self.ends.values())) == 1
 
     @property
     def gradients_differ(self) -> bool:
@@ -78,6 +87,13 @@ def differ(values: Sequence[float | None], tolerance: float = TOLERANCE) -> bool
     return len(known) > 1 and max(known) - min(known) > tolerance * max(map(abs, known))
 
 
+def values_change(seen: TrainingSeen) -> bool:
+    """Whether the sampled values of a rank differ between its looks at them."""
+    late = [] if seen.late is None else [seen.late.began, seen.late.digests]
+    looks = [*(each.digests for each in seen.updates), *late]
+    return len({tuple(each) for each in looks if each}) > 1
+
+
 def list_holders(observed: Observed) -> Iterator[Holders]:
     """The ranks that hold the same part of each sampled parameter: at least two."""
     ranks_of: dict[tuple[object, ...], dict[int, int]] = {}
@@ -89,8 +105,14 @@ def list_holders(observed: Observed) -> Iterator[Holders]:
         if len(ranks) > 1 and len(set(ranks.values())) == 1:
             first = min(ranks)
             num = min(len(observed.seen[rank].updates) for rank in ranks)
+            late = {rank: observed.seen[rank].late for rank in ranks}
             yield Holders(
                 observed.seen[first].parameters[ranks[first]],
                 ranks[first],
                 {rank: observed.seen[rank].updates[:num] for rank in ranks},
+                {
+                    rank: each.digests[ranks[first]]
+                    for rank, each in late.items()
+                    if each and each.digests
+                },
             )

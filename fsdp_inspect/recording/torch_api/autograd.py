@@ -38,16 +38,16 @@ is_profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether a profiler of torch runs on this thread."""
 
 
-def multiplies_loss(scaler: torch.amp.GradScaler) -> bool:
-    """Whether a scaler multiplies the loss by another number than 1.
+def loss_scale(scaler: torch.amp.GradScaler) -> float:
+    """The number by which a scaler multiplies the loss.
 
     The number on a device is not read, because the host would wait: the first one counts.
     """
     if not scaler.is_enabled():
-        return False
+        return 1.0
     scale = scaler._scale
     is_on_host = scale is not None and scale.device.type == "cpu"
-    return bool((scale if is_on_host else scaler._init_scale) != 1)
+    return float(scale if is_on_host else scaler._init_scale)
 
 
 def is_shuffled(iterator: Any) -> bool:
