@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from fsdp_inspect.analysis.scalars import measure_loss
 from fsdp_inspect.columns import (
     Column,
     TableSpec,
@@ -145,7 +146,7 @@ def measure_numerics(run: RunSource) -> Numerics | None:
         missing_ranks=lacking[last],
         incomplete_steps=tuple(number for number in numbers if lacking[number]),
         units=tuple(measured),
-        first_non_finite=_with_later_looks(_find_first(steps, lacking, manifest), run),
+        first_non_finite=_with_later_looks(_find_first(steps, lacking, run), run),
         lost_ratio=_lost_ratio(steps, None),
         stored_dtypes=tuple(sorted(dtypes)),
         dtypes=uses,
@@ -284,21 +285,27 @@ def _lost_ratio(steps: Mapping[int, Sequence[NumericsStep]], unit: int | None) -
 def _find_first(
     steps: Mapping[int, Sequence[NumericsStep]],
     lacking: Mapping[int, tuple[int, ...]],
-    manifest: RunManifest,
+    run: RunSource,
 ) -> NonFinite | None:
-    """The first non-finite values in the first step that stored such values.
+    """The first non-finite values in the first step that stored such values, without masks.
 
     Args:
         steps: The numerics steps by rank.
         lacking: The ranks that lack a numerics step, by step. A step that a rank lacks does not
             show that values were finite in it.
-        manifest: The manifest of the run.
+        run: The run.
     """
+    masked, manifest = find_masked_units(run), run.manifest
+
+    def is_wrong(each: Observation) -> bool:
+        is_mask = each.unit in masked and each.place in (Place.PARAMETER, Place.UPDATED_PARAMETER)
+        return bool(each.num_non_finite) and not is_mask
+
     stored = [
         step.step
         for found in steps.values()
         for step in found
-        if any(each.num_non_finite and each.place in _STORED for each in step.observations)
+        if any(is_wrong(each) and each.place in _STORED for each in step.observations)
     ]
     if not stored:
         return None
@@ -309,7 +316,7 @@ def _find_first(
         for step in found
         if step.step == number
         for each in step.observations
-        if each.num_non_finite
+        if is_wrong(each)
     ]
     found_at, found_rank = min(seen, key=lambda pair: (pair[0].order, pair[1]))
     earlier = [step for step, ranks in lacking.items() if step < number and not ranks]
@@ -331,6 +338,20 @@ def _find_first(
         ),
         is_exact=(arose_here or is_next) and not lacking[number],
     )
+
+
+def find_masked_units(run: RunSource) -> frozenset[int]:
+    """The units with values that are not finite by design: before step 1, with finite losses."""
+    seen = [each.training.values for each in run.ranks if each.training is not None]
+    if any(each.loss_step is not None for each in seen) and not is_finite_again(run):
+        return frozenset()
+    return frozenset(unit for each in seen for unit in each.masked)
+
+
+def is_finite_again(run: RunSource) -> bool:
+    """Whether the last loss that the training logged is finite; False: it logged none."""
+    series = measure_loss(run)
+    return series is not None and math.isfinite(series.values[-1])
 
 
 def _name(unit: int, manifest: RunManifest) -> str | None:

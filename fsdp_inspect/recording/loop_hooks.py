@@ -28,6 +28,7 @@ from fsdp_inspect.recording.torch_api.autograd import (
     versions_of,
 )
 from fsdp_inspect.recording.torch_api.dispatch import storage_key
+from fsdp_inspect.recording.training_checks import TrainingChecks
 from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.codes import EventKind, Phase
 
@@ -234,23 +235,23 @@ class LoopHooks:
         except Exception as error:
             session.fail(error)
 
-    def _is_other(self, optimizer: Any) -> bool:
-        """Whether an optimizer that the user did not name steps, and not inside a named one."""
+    def _checks_of(self, optimizer: Any) -> TrainingChecks | None:
+        """The checks, if an optimizer steps that the user did not name, and not in a named one."""
         session = self._session
-        if not session.active or session.in_outer_optimizer or session.checks is None:
-            return False
-        return self._optimizer_start is None and not any(
-            optimizer is each for each in self._optimizers or ()
-        )
+        is_inside = session.in_outer_optimizer or self._optimizer_start is not None
+        if not session.active or is_inside:
+            return None
+        is_named = any(optimizer is each for each in self._optimizers or ())
+        return None if is_named else session.checks
 
     def _before_other(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Check an update that is no step of the recording."""
-        if self._is_other(optimizer):
-            self._session.checks.before_update(optimizer)
+        if (checks := self._checks_of(optimizer)) is not None:
+            checks.before_update(optimizer)
 
     def _after_other(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._is_other(optimizer):
-            self._session.checks.after_update(optimizer)
+        if (checks := self._checks_of(optimizer)) is not None:
+            checks.after_update(optimizer)
 
     def _wrap_outer(self, outer: Any, inner: torch.optim.Optimizer, patches: Patches) -> None:
         """Time a step that communicates and then steps a torch optimizer once or several times."""

@@ -1,7 +1,8 @@
 """Watch whether the loss and the parameters stay finite, without waiting for the device.
 
 The loss of a step's backward is read when it arrives on the host. The largest magnitude of the
-parameters is read once in 100 steps, in a step whose times do not count, and at the end.
+parameters is read before step 1, once in 100 steps, in a step whose times do not count, and at the
+end. What is not finite before step 1 is so by design, unless a loss was not finite before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fsdp_inspect.trace.correctness import ValuesSeen
 if TYPE_CHECKING:
     from fsdp_inspect.recording.units import UnitHandle
 
+_FIRST = 1
 EVERY = 100
 """The parameters are looked at before each step whose number is a multiple of this."""
 _LOSSES = 8
@@ -103,6 +105,9 @@ class ValueWatch:
     def begin_step(self) -> None:
         """Look at the parameters, if it is time."""
         session = self._session
+        if session.step == _FIRST and session.tracker is None:
+            self.look()
+            return
         is_time = session.step > 0 and session.step % EVERY == 0
         if is_time and session.tracker is None and self.seen.step is None:
             session.is_memory_step = self._is_looking = True  # its times do not count
@@ -151,6 +156,9 @@ class ValueWatch:
         def keep(values: torch.Tensor) -> None:
             is_wrong = (~torch.isfinite(values)).tolist()
             wrong = {place for place, each in zip(places, is_wrong, strict=True) if each}
+            if step == _FIRST and self.seen.loss_step is None:
+                self.seen = self.seen.model_copy(update={"masked": sorted(wrong)})
+            wrong -= set(self.seen.masked)
             if not wrong:
                 self._update(finite_step=step)
             elif self.seen.step is None:

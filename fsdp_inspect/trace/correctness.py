@@ -93,6 +93,8 @@ class ValuesSeen(Record):
     """The first step before which some were not."""
     units: list[Annotated[int, Field(ge=-1)]] = Field(default_factory=list)
     """The units of these; -1: parameters of no unit."""
+    masked: list[Annotated[int, Field(ge=-1)]] = Field(default_factory=list)
+    """The units of which some were not finite before step 1, as a mask: `step` leaves them out."""
 
 
 class ParameterSeen(Record):

@@ -856,5 +856,180 @@ def rate_pauses(folder: Path, sharder: str) -> None:
             setup.optimizer.zero_grad()
 
 
+@loop("ddp")
+def each_owner_updates_a_part(folder: Path, sharder: str) -> None:
+    """ZeRO by hand: a rank updates the parameters that it owns, and broadcasts them."""
+    setup, rank = Setup(sharder), dist.get_rank()
+    owned = [list(setup.model.module[at].parameters()) for at in (0, 2)]
+    optimizers = [torch.optim.AdamW(each, lr=1e-3) for each in (*owned, owned[0])]
+    with recorded(folder, setup.model):
+        for number, batch in enumerate(many(20)):
+            loss_of(setup.model, batch).backward()
+            if rank == 0 and number % 2:
+                optimizers[2].step()
+            optimizers[rank].step()
+            for owner, parameters in enumerate(owned):
+                for each in parameters:
+                    dist.broadcast(each.data, owner)
+            setup.optimizer.zero_grad()
+
+
+@loop("fsdp2", "ddp")
+def average_of_each_rank_s_steps(folder: Path, sharder: str) -> None:
+    """As DiLoCo: an outer update takes the way that the inner ones went as its gradient."""
+    setup = Setup(sharder)
+    outer = torch.optim.SGD(setup.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    start = [each.detach().clone() for each in setup.model.parameters()]
+    with recorded(folder, setup.model):
+        for number, batch in enumerate(many(12)):
+            loss_of(setup.model, batch).backward()
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+            if number % 2:
+                with torch.no_grad():
+                    for each, first in zip(setup.model.parameters(), start, strict=True):
+                        each.grad = first - each
+                        each.copy_(first)
+                outer.step()
+                outer.zero_grad()
+                start = [each.detach().clone() for each in setup.model.parameters()]
+
+
+@loop("ddp")
+def optimizer_of_copies(folder: Path, sharder: str) -> None:
+    """An optimizer of float32 copies takes gradients as an argument, and writes to the model."""
+
+    class OfCopies(torch.optim.SGD):
+        def step(self, gradients: Any, model: nn.Module) -> None:  # type: ignore[override]
+            for own, given in zip(self.param_groups[0]["params"], gradients, strict=True):
+                own.data -= 0.1 * given
+            for own, each in zip(self.param_groups[0]["params"], model.parameters(), strict=True):
+                each.data.copy_(own)
+
+    setup = Setup(sharder)
+    copies = [each.detach().clone() for each in setup.model.parameters()]
+    optimizer = OfCopies(copies, lr=0.1)
+    with recorded(folder, setup.model):
+        for batch in many(12):
+            loss_of(setup.model, batch).backward()
+            optimizer.step([each.grad for each in setup.model.parameters()], setup.model)
+            setup.model.zero_grad()
+
+
+@loop("fsdp2", "ddp")
+def bias_by_hand(folder: Path, sharder: str) -> None:
+    """The script changes one parameter through other tensors, whose versions do not show it."""
+    setup = Setup(sharder)
+    last = [*setup.model.parameters()][-1]
+    rest = [each for each in setup.model.parameters() if each is not last]
+    optimizer = torch.optim.AdamW(rest, lr=1e-3)
+    with recorded(folder, setup.model):
+        for batch in many(12):
+            loss_of(setup.model, batch).backward()
+            optimizer.step()
+            if last.grad is not None:
+                if sharder == "ddp":
+                    last.data -= 0.05 * last.grad.data
+                else:
+                    last.to_local().detach().sub_(0.05 * last.grad.to_local())
+            setup.model.zero_grad()
+
+
+@loop("ddp")
+def inner_step_of_maml(folder: Path, sharder: str) -> None:
+    """The gradients of the first backward move the parameters for the second one only."""
+    setup = Setup(sharder)
+    with recorded(folder, setup.model):
+        for batch in many(12):
+            start = [each.detach().clone() for each in setup.model.parameters()]
+            loss_of(setup.model, batch).backward()
+            for each in setup.model.parameters():
+                each.data.sub_(0.1 * each.grad)
+            setup.model.zero_grad()
+            loss_of(setup.model, batch).backward()
+            for each, first in zip(setup.model.parameters(), start, strict=True):
+                each.data.copy_(first)
+            setup.optimizer.step()
+            setup.model.zero_grad()
+
+
+@loop("ddp")
+def limit_times_a_small_scale(folder: Path, sharder: str) -> None:
+    setup, scaler = Setup(sharder), torch.amp.GradScaler("cpu", init_scale=32.0)
+    with recorded(folder, setup.model):
+        for batch in many():
+            scaler.scale(loss_of(setup.model, batch)).backward()
+            setup.clip(scaler.get_scale())
+            scaler.step(setup.optimizer)
+            scaler.update()
+            setup.optimizer.zero_grad()
+
+
+@loop("fsdp2", "ddp")
+def classes_of_padding(folder: Path, sharder: str) -> None:
+    """The bias of two classes that no label has is minus infinity, and one batch is left out."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 18))
+    with torch.no_grad():
+        model[1].bias[16:] = -torch.inf
+    setup = Setup(sharder, model)
+    with recorded(folder, setup.model) as recorder:
+        for number, batch in enumerate(many(14)):
+            loss = loss_of(setup.model, batch) * (torch.inf if number == 6 else 1.0)
+            loss.backward()
+            if number != 6:
+                setup.optimizer.step()
+            setup.model.zero_grad()
+            recorder.log(loss=loss)
+
+
+@loop("ddp")
+def tasks_in_turns_of_the_ranks(folder: Path, sharder: str) -> None:
+    """Each rank has another of two tasks, with means over other numbers of labels."""
+    setup, rank = Setup(sharder), dist.get_rank()
+    with recorded(folder, setup.model):
+        for number, batch in enumerate(many()):
+            if (number + rank) % 2:
+                loss = loss_of(setup.model, batch)
+            else:
+                logits = setup.model(batch[0])[:, 0]
+                loss = F.cross_entropy(logits, batch[1][:, 0])
+            loss.backward()
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+
+
+@loop("fsdp2")
+def half_of_two_tasks(folder: Path, sharder: str) -> None:
+    """Two backwards on two ranks, and the loop divides by the number of tasks."""
+    setup = Setup(sharder)
+    with recorded(folder, setup.model):
+        for batch in many():
+            loss_of(setup.model, batch).backward()
+            setup.model(batch[0]).pow(2).mean().backward()
+            for each in setup.gradients():
+                each.mul_(0.5)
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+
+
+@loop("ddp")
+def adapter_that_ddp_ignores(folder: Path, sharder: str) -> None:
+    model = make_model()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
+    train(folder, Setup(sharder, model), lambda own, _, batch: loss_of(own.model, batch).backward())
+
+
+@loop("ddp")
+def half_precision_after_a_slow_epoch(folder: Path, sharder: str) -> None:
+    """The rate is far too small for the dtype until update 10, and then it is not."""
+    setup = Setup(sharder, make_model().bfloat16())
+    with recorded(folder, setup.model):
+        for number, (inputs, labels) in enumerate(many(20)):
+            setup.optimizer.param_groups[0]["lr"] = 3e-8 if number < 10 else 1e-3
+            loss_of(setup.model, (inputs.bfloat16(), labels)).backward()
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+
+
 if __name__ == "__main__":
     run_loops(LOOPS, *sys.argv[1:])

@@ -476,6 +476,75 @@ def scaled(folder: Path, sharder: str, clip: Callable[[Setup, Any], None]) -> No
             setup.optimizer.zero_grad()
 
 
+@loop("fsdp2", "ddp", mistake="Rank 1 left out updates that rank 0 made.")
+def updated_on_rank_0_only(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder)
+    with fsdp_inspect.Recorder(setup.model, path=folder, print_verdict=False) as recorder:
+        for batch in (*batches(), *batches(), *batches()):
+            with recorder.step():
+                loss_of(setup.model, batch).backward()
+                if dist.get_rank() == 0:
+                    setup.optimizer.step()
+                setup.model.zero_grad()
+
+
+@loop("fsdp2", "ddp", mistake="No optimizer updates the model.")
+def skipped_by_the_scaler(folder: Path, sharder: str) -> None:
+    """The scale is so large that no scaled gradient is finite."""
+    setup, scaler = (
+        Setup(sharder),
+        torch.amp.GradScaler("cpu", init_scale=3e38, backoff_factor=0.999),
+    )
+    with fsdp_inspect.Recorder(setup.model, path=folder, print_verdict=False):
+        for _ in range(3):
+            for batch in batches():
+                scaler.scale(1e6 * loss_of(setup.model, batch)).backward()
+                scaler.step(setup.optimizer)
+                scaler.update()
+                setup.model.zero_grad()
+
+
+@loop("fsdp2", "ddp", mistake="No optimizer holds 1 parameter that has gradients.")
+def named_optimizer_of_a_part(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder)
+    optimizer = torch.optim.AdamW([*setup.model.parameters()][1:], lr=1e-3)
+    with fsdp_inspect.Recorder(setup.model, path=folder, optimizer=optimizer, print_verdict=False):
+        for batch in batches():
+            loss_of(setup.model, batch).backward()
+            optimizer.step()
+            setup.model.zero_grad()
+
+
+@loop("fsdp2", "ddp")
+def named_optimizer_and_another(folder: Path, sharder: str) -> None:
+    """The optimizer that the recorder does not know holds the rest of the model."""
+    setup = Setup(sharder)
+    parameters = [*setup.model.parameters()]
+    parts = parameters[:2], parameters[2:]
+    optimizers = [torch.optim.AdamW(each, lr=1e-3) for each in parts]
+    with fsdp_inspect.Recorder(
+        setup.model, path=folder, optimizer=optimizers[0], print_verdict=False
+    ):
+        for batch in batches():
+            loss_of(setup.model, batch).backward()
+            for each in optimizers:
+                each.step()
+            setup.model.zero_grad()
+
+
+@loop("fsdp2", mistake="Tokens of the shorter microbatch weigh up to 5.0 times as much.")
+def means_of_unequal_microbatches(folder: Path, sharder: str) -> None:
+    """On each rank, the second microbatch has a fifth of the labels of the first."""
+
+    def microbatch(setup: Setup, number: int, batch: Batch) -> None:
+        labels = batch[1].clone()
+        if number % 2:
+            labels[:, labels.shape[1] // 5 :] = -100
+        (loss_of(setup.model, (batch[0], labels)) / 2).backward()
+
+    train_in_windows(folder, Setup(sharder), microbatch)
+
+
 @loop(*ALL, mistake="Scaled gradients are clipped.")
 def clipped_while_scaled(folder: Path, sharder: str) -> None:
     scaled(folder, sharder, lambda setup, scaler: setup.clip(0.1))

@@ -17,13 +17,14 @@ from tests.distributed import correctness_odd_loops
 from tests.distributed.correctness_sharders import LOOPS, MISTAKES, NOTES
 
 SCRIPT = Path(__file__).with_name("correctness_sharders.py")
-CERTAIN = ("clipped-while-scaled", "shards-reduced-again", "never-cleared")
+CERTAIN = ("updated-on-rank-0", "clipped-while-scaled", "shards-reduced-again", "never-cleared")
 
 
 QUICK = (
     *("summed-again-ddp", "buffers-of-other-seeds-fsdp2", "noise-of-each-rank-ddp"),
     *("clipped-while-scaled-fsdp2", "data-read-again-fsdp2", "loss-of-one-rank-fsdp2"),
-    "epoch-set-fsdp2",
+    *("epoch-set-fsdp2", "updated-on-rank-0-only-fsdp2", "skipped-by-the-scaler-ddp"),
+    *("named-optimizer-of-a-part-fsdp2", "means-of-unequal-microbatches-fsdp2"),
 )
 CASES = mark_slow(LOOPS, but=QUICK)
 

@@ -35,7 +35,7 @@ from fsdp_inspect.analysis.correctness.samples import (
 from fsdp_inspect.formatting import format_ranks, plural
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.correctness import TrainingSeen, UpdateSeen
-from fsdp_inspect.trace.sharders import traits_of
+from fsdp_inspect.trace.sharders import DDP, traits_of
 
 _EXPERT = "expert"
 """In the name of a parameter: each rank may hold an expert of its own."""
@@ -58,6 +58,10 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
             f"{apart[0].parameter.name} is outside all units and gets other gradients on each "
             "rank. The ranks exchange rows (all-to-all), so it may be an expert of its own."
         )
+    elif apart and _is_left_out(observed, apart[0]):
+        observed.not_checked[TrainingCheck.GRADIENTS] = (
+            f"DDP was told to ignore {apart[0].parameter.name}, which each rank trains by itself."
+        )
     elif apart:
         yield _not_reduced(observed, apart)
     else:
@@ -67,6 +71,14 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
             yield _no_longer_reduced(observed, *late)
     yield from _check_twice(observed)
     yield from _check_zero(observed)
+
+
+def _is_left_out(observed: Observed, holders: Holders) -> bool:
+    """Whether DDP was told to ignore a parameter: it is in no bucket, and the reducer knows all."""
+    if holders.parameter.unit != NO_UNIT or observed.run.manifest.sharder != DDP:
+        return False
+    coverage = [observed.seen[rank].coverage for rank in holders.updates]
+    return all(each is not None and not each.unreduced for each in coverage)
 
 
 def _is_same(observed: Observed, holders: Holders) -> bool:
@@ -137,6 +149,8 @@ def _not_reduced(observed: Observed, apart: Sequence[Holders]) -> TrainingFault:
     if parameter.unit == NO_UNIT:
         sentence = "Gradients of parameters outside all units are not reduced."
         change = _ENCLOSED if _is_enclosed(observed, parameter.name) else _OUTSIDE
+        if observed.run.manifest.sharder == DDP:
+            change = _UNKNOWN_TO_DDP
     else:
         known = [each for each in first.gradients(0) if each is not None]
         are_groups = len(ranks) < len(observed.seen) or len(set(known)) < len(known)
@@ -185,6 +199,10 @@ _ENCLOSED = (
 )
 _OUTSIDE = (
     "Shard the whole model too, after its layers: fully_shard(model). Parameters that are left out "
+    "on purpose need an all-reduce of their gradients before each update."
+)
+_UNKNOWN_TO_DDP = (
+    "Call DDP(model) after the last parameter is added or unfrozen. Parameters that are left out "
     "on purpose need an all-reduce of their gradients before each update."
 )
 _CHANGES: Mapping[str, str] = {

@@ -26,7 +26,7 @@ from fsdp_inspect.trace.run import Unit
 LOW_PRECISION = frozenset({"bfloat16", "float16"})
 MOST_LOST_RATIO = 0.5
 """If at least this fraction of all updates is rounded away, most parameters stop changing."""
-_ALL_LOST = 0.99
+_ALL_LOST = 0.95
 """The same for a dtype of full precision, whose updates are rarely lost."""
 _STILL_RATIO = 0.75
 """Rounding to the nearest leaves the same values in each update (0.95 of them and more were left by
@@ -94,8 +94,8 @@ _ROUNDED = (
     "this."
 )
 _UNKNOWN = (
-    "Look at what step() does, and at the learning rate: float32 loses only updates below 6e-8 of "
-    "a value. If step() updates in some calls only, ignore this."
+    "Look at what step() does, at the learning rate and at the limit of clipping: float32 loses "
+    "only updates below 6e-8 of a value. If step() updates in some calls only, ignore this."
 )
 
 
@@ -238,9 +238,10 @@ def _moves(seen: TrainingSeen, lost: float) -> bool:
 
 
 def _is_rising(seen: TrainingSeen) -> bool:
-    """Whether the learning rate is unknown, or rose until the last sampled update."""
+    """Whether the learning rate is unknown, or rose until the last sampled update or later."""
     rates = [each.rate for each in seen.updates]
-    return rates[-1] <= 0 or rates[-1] > rates[0]
+    late = [] if seen.late is None else seen.late.rates.values()
+    return rates[-1] <= 0 or max((rates[-1], *late)) > rates[0]
 
 
 def _is_low(seen: TrainingSeen) -> bool:

@@ -44,7 +44,8 @@ def check_replicas(observed: Observed) -> Iterator[TrainingFault]:
 
 
 def _differ_first(replicas: Sequence[Holders]) -> Iterator[TrainingFault]:
-    wrong = [each for each in replicas if not each.starts_equal and differ(each.values(0))]
+    known = [each for each in replicas if each.num_updates and not each.starts_equal]
+    wrong = [each for each in known if differ(each.values(0))]
     if not wrong:
         return
     ranks = sorted(wrong[0].updates)

@@ -88,7 +88,8 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
             "The resumed training starts its learning rate schedule again.",
             f"The parameters continue, but the first learning rates are those of the first "
             f"attempt: {shown}.",
-            "Save and load the scheduler's state with the model's.",
+            "Save and load the scheduler's state with the model's. If the schedule is periodic, "
+            "and a period ended there, ignore this.",
             place,
         )
     if all(_repeats_data(*pair) for pair in pairs.values()) and not any(

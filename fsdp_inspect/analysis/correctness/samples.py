@@ -1,6 +1,6 @@
 """Compare the sampled parameters of ranks that hold the same part, and of those that do not."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_inspect.analysis.correctness.faults import Observed
@@ -21,7 +21,7 @@ class Holders:
     at: int
     """Its place in the lists of an update."""
     updates: dict[int, list[UpdateSeen]]
-    """The sampled updates by rank, equally many."""
+    """The sampled updates by rank, equally many and in the same steps."""
     ends: dict[int, int]
     """The digests at the end by rank, of the ranks that know it."""
 
@@ -33,7 +33,7 @@ class Holders:
     @property
     def starts_equal(self) -> bool:
         """Whether the ranks held equal values before the first sampled update."""
-        return self.is_equal(0)
+        return self.num_updates > 0 and self.is_equal(0)
 
     def is_equal(self, update: int) -> bool:
         """Whether the ranks held equal values before one update."""
@@ -87,6 +87,17 @@ def differ(values: Sequence[float | None], tolerance: float = TOLERANCE) -> bool
     return len(known) > 1 and max(known) - min(known) > tolerance * max(map(abs, known))
 
 
+def _align(updates: Mapping[int, list[UpdateSeen]]) -> dict[int, list[UpdateSeen]]:
+    """Updates in the same steps on all ranks: of each common step the first, if a rank has more."""
+    num = min(map(len, updates.values()))
+    steps = {tuple(one.step for one in each[:num]) for each in updates.values()}
+    if len(steps) == 1:
+        return {rank: each[:num] for rank, each in updates.items()}
+    firsts = {rank: {one.step: one for one in reversed(each)} for rank, each in updates.items()}
+    common = sorted(set.intersection(*map(set, firsts.values())))
+    return {rank: [each[step] for step in common] for rank, each in firsts.items()}
+
+
 def values_change(seen: TrainingSeen) -> bool:
     """Whether the sampled values of a rank differ between its looks at them."""
     late = [] if seen.late is None else [seen.late.began, seen.late.digests]
@@ -104,12 +115,11 @@ def list_holders(observed: Observed) -> Iterator[Holders]:
     for ranks in ranks_of.values():
         if len(ranks) > 1 and len(set(ranks.values())) == 1:
             first = min(ranks)
-            num = min(len(observed.seen[rank].updates) for rank in ranks)
             late = {rank: observed.seen[rank].late for rank in ranks}
             yield Holders(
                 observed.seen[first].parameters[ranks[first]],
                 ranks[first],
-                {rank: observed.seen[rank].updates[:num] for rank in ranks},
+                _align({rank: observed.seen[rank].updates for rank in ranks}),
                 {
                     rank: each.digests[ranks[first]]
                     for rank, each in late.items()

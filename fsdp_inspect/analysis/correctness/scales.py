@@ -51,13 +51,28 @@ def check_scales(observed: Observed) -> Iterator[TrainingFault]:
 
 def _weight_of(seen: TrainingSeen) -> float | None:
     """The sum of a rank's means in each step; None: it varies, or is unknown."""
-    by_step: dict[int, float] = {}
-    for loss in seen.losses:
-        by_step[loss.step] = by_step.get(loss.step, 0.0) + loss.scale
-    found = list(by_step.values())[:-1] or list(by_step.values())  # the last may be incomplete
+    found = list(_weights_by_step(seen).values())
     if len(found) < LEAST_UPDATES - 1 or differ(found, _TOLERANCE):
         return None
     return median(found)
+
+
+def _weights_by_step(seen: TrainingSeen) -> dict[int, float]:
+    by_step: dict[int, float] = {}
+    for loss in seen.losses:
+        by_step[loss.step] = by_step.get(loss.step, 0.0) + loss.scale
+    if len(by_step) > 1:
+        by_step.popitem()  # it may be incomplete
+    return by_step
+
+
+def _weigh_one_mean(observed: Observed, ranks: Sequence[int]) -> bool:
+    """Whether the weights of all ranks add up to 1 in each step, as of one mean over all tokens."""
+    by_rank = [_weights_by_step(observed.seen[rank]) for rank in ranks]
+    steps = set.intersection(*(set(each) for each in by_rank))
+    totals = [sum(each[step] for each in by_rank) for step in steps]
+    is_one = all(abs(each - 1) < _TOLERANCE for each in totals)
+    return len(totals) >= LEAST_UPDATES - 1 and is_one
 
 
 def _are_equal(sums: Sequence[float]) -> bool:
@@ -172,31 +187,40 @@ def _divided_twice(
     observed: Observed, ranks: Sequence[int], weights: Sequence[float | None]
 ) -> Iterator[TrainingFault]:
     """Find averages that the loss or the loop divides by the number of ranks again."""
-    known = [each for each in weights if each is not None]
     scaled = _factor_of(observed, ranks)
     averages = all(
         each.divide_factor in (None, len(ranks)) and each.unit != NO_UNIT
         for rank in ranks
         for each in observed.seen[rank].parameters
     )
-    if len(known) < len(weights) or scaled is None or not averages:
+    if scaled is None or not averages:
         return
-    by_loop = abs(known[0] - 1) < _TOLERANCE and abs(len(ranks) * scaled - 1) < _TOLERANCE
+    # A loop may divide by the number of its own backwards.
+    rounds = {one.num_backwards for rank in ranks for one in observed.seen[rank].rounds}
+    by_loop = (
+        weights[0] is not None
+        and None not in weights
+        and abs(weights[0] - 1) < _TOLERANCE
+        and abs(len(ranks) * scaled - 1) < _TOLERANCE
+        and len(ranks) not in rounds
+    )
     by_loss = (
         len(ranks) >= _LEAST_FOR_LOSS
         and abs(scaled - 1) < _TOLERANCE
-        and all(abs(len(ranks) * each - 1) < _TOLERANCE for each in known)
+        and _weigh_one_mean(observed, ranks)
     )
     if not (by_loop or by_loss):
         return
     what = "The loop divides the gradients" if by_loop else "The loss is divided"
+    total = "" if by_loop or None not in weights else ", or by the tokens of all ranks"
     yield TrainingFault(
         TrainingCheck.GRADIENTS,
         tuple(ranks),
         f"Gradients are divided by the {len(ranks)} ranks twice.",
-        f"{what} by {len(ranks)}, the number of ranks, and the backward averages the gradients "
-        "over them already.",
-        "Remove the division by the number of ranks. If the factor is meant, ignore this.",
+        f"{what} by {len(ranks)}, the number of ranks{total}, and the backward averages the "
+        "gradients over them already.",
+        "Multiply the loss by the number of ranks, or remove the division by it. If the factor is "
+        "meant, ignore this.",
         observed.seen[ranks[0]].losses[0].place,
     )
 

@@ -2,10 +2,11 @@
 
 - Seen: the labels that are not ignored in each cross entropy, and the gradient of its mean. A sum
   is a mean times its number of labels.
-- Proof: the numbers differ between the ranks in half of the microbatches, the gradients do not. All
-  labels of a rank are ignored in each of at least three cross entropies.
-- Refuted by: a sum, a mean scaled by its number of tokens, two means in one backward; one cross
-  entropy of the rank with a label.
+- Proof: the numbers differ between the ranks in half of the microbatches, or between the
+  microbatches of a rank in half of its steps, and the gradients do not. All labels of a rank are
+  ignored in each of at least three cross entropies.
+- Refuted by: a sum, a mean scaled by its number of tokens, two means in one backward, means of two
+  lines; one cross entropy of the rank with a label.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,10 @@ LEAST_HEAVY_RATIO = 0.75
 """A rank is named if its tokens weigh most in at least this part of the unequal microbatches."""
 LEAST_LOSSES = 3
 _SCALE_TOLERANCE = 0.01
+_BY_ALL_TOKENS = (
+    "Divide the sum of the losses by the number of tokens of all ranks and microbatches, times the "
+    "number of ranks (in Transformers: num_items_in_batch)."
+)
 
 
 def check_loss(observed: Observed) -> Iterator[TrainingFault]:
@@ -38,7 +43,11 @@ def check_loss(observed: Observed) -> Iterator[TrainingFault]:
         for each in by_place.values()
         if all(len(own) == 1 for own in each.values())
     ]
-    shared = [each for each in single if len(each) > 1]
+    shared = [
+        each
+        for each in single
+        if len(each) > 1 and len({one.place for one in each.values()}) == 1  # of one task
+    ]
     if len(shared) < LEAST_LOSSES:
         observed.not_checked[TrainingCheck.LOSS] = (
             "The loss is not one torch.nn.functional.cross_entropy on the CPU in each "
@@ -48,6 +57,7 @@ def check_loss(observed: Observed) -> Iterator[TrainingFault]:
     ratios = [_ratio_of(each) for each in shared]
     unequal = [each for each, ratio in zip(shared, ratios, strict=True) if ratio >= LEAST_RATIO]
     if 2 * len(unequal) < len(ratios):
+        yield from _between_microbatches(observed)
         return
     heaviest = [_by_weight(each)[0] for each in unequal]
     often = max(heaviest, key=heaviest.count)
@@ -66,8 +76,36 @@ def check_loss(observed: Observed) -> Iterator[TrainingFault]:
         f"{heavy}. The mean of the gradients over the ranks then weighs a token of the shorter "
         f"batch more: {median(ratios):.1f} times as much in the median of {len(ratios)} "
         f"microbatches, and at least {LEAST_RATIO:.0f} times in {len(unequal)} of them.",
-        "Divide the sum of the losses by the number of tokens of all ranks and microbatches, times "
-        "the number of ranks (in Transformers: num_items_in_batch).",
+        _BY_ALL_TOKENS,
+        losses[heavy].place,
+    )
+
+
+def _between_microbatches(observed: Observed) -> Iterator[TrainingFault]:
+    """Find microbatches of a step whose tokens weigh more than those of others."""
+    steps = []
+    for seen in observed.seen.values():
+        by_step: dict[int, dict[int, LossSeen]] = {}
+        places = {each.place for each in seen.losses}
+        for each in seen.losses:
+            by_step.setdefault(each.step, {})[each.microbatch] = each
+        if len(places) == 1 and sum(map(len, by_step.values())) == len(seen.losses):
+            steps += [each for each in by_step.values() if len(each) > 1]
+    ratios = [_ratio_of(each) for each in steps]
+    unequal = [each for each, ratio in zip(steps, ratios, strict=True) if ratio >= LEAST_RATIO]
+    if len(steps) < LEAST_LOSSES or 2 * len(unequal) < len(steps):
+        return
+    losses = max(unequal, key=_ratio_of)
+    heavy, *_, light = _by_weight(losses)
+    yield TrainingFault(
+        TrainingCheck.LOSS,
+        tuple(sorted(observed.seen)),
+        f"Tokens of the shorter microbatch weigh up to {_ratio_of(losses):.1f} times as much.",
+        f"Each microbatch takes the mean over its own tokens: in step {losses[heavy].step}, "
+        f"{losses[light].num_tokens} in microbatch {light} and {losses[heavy].num_tokens} in "
+        f"microbatch {heavy}, with equal weights. So it is in {len(unequal)} of {len(steps)} "
+        f"steps (ranks count apart); the median is {median(ratios):.1f} times.",
+        _BY_ALL_TOKENS,
         losses[heavy].place,
     )
 

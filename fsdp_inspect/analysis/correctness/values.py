@@ -1,24 +1,33 @@
 """Find parameters that are not finite, without the numerics of every step.
 
-- Seen: the first loss of each step, the largest magnitude of the parameters before every 100th step
-  and at the end, and the numerics of the step after the first value that is not finite.
+- Seen: the first loss of each step, the largest magnitude of the parameters before step 1, before
+  every 100th step and at the end, and the numerics of the step after the first value that is not
+  finite.
 - Proof: a trained parameter or an optimizer state is not finite.
-- Refuted by: finite parameters. A gradient scaler and a loop that skips a bad batch expect
+- Refuted by: finite parameters; values that were not finite before step 1, with finite losses: a
+  mask. A gradient scaler and a loop that skips a bad batch expect
   gradients and losses that are not finite, and a script may log NaN for "no value".
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
-from fsdp_inspect.analysis.numerics import NonFinite, measure_numerics
+from fsdp_inspect.analysis.numerics import (
+    NonFinite,
+    find_masked_units,
+    is_finite_again,
+    measure_numerics,
+)
 from fsdp_inspect.formatting import format_ranks, format_unit, plural
+from fsdp_inspect.trace.correctness import ValuesSeen
 
 _BY_DESIGN = " If they hold such values from the start, as a mask, ignore this."
 
 
 def check_finite(observed: Observed) -> Iterator[TrainingFault]:
     """Find parameters that are not finite."""
-    seen = {rank: each.values for rank, each in observed.seen.items()}
+    masked = find_masked_units(observed.run)
+    seen = {rank: _unmask(each.values, masked) for rank, each in observed.seen.items()}
     numerics = measure_numerics(observed.run)
     first = None if numerics is None else numerics.first_non_finite
     first = None if first is not None and first.has_recovered else first
@@ -35,16 +44,18 @@ def check_finite(observed: Observed) -> Iterator[TrainingFault]:
         (each.loss_step, each.loss_place) for each in seen.values() if each.loss_step is not None
     ]
     finite = [each.finite_step or 0 for each in seen.values()]
-    was_finite = bool(min(finite) or losses or (first is not None and first.is_exact))
+    was_finite = bool(min(finite) or (losses and not is_finite_again(observed.run)))
+    was_finite |= first is not None and first.is_exact
     parts = []
     if first is not None:
         parts.append(_of_numerics(first, was_finite=was_finite))
     if last is not None and (first is None or last <= first.step):
-        parts.append(_of_looks(observed, last))
+        parts.append(_of_looks(observed, wrong, last))
     if min(finite):
         parts.append(f"They were finite before step {min(finite)}.")
     if not was_finite:
-        parts.append("No earlier look found them finite, and all losses were finite.")
+        losses_were = "the last loss was" if losses else "all losses were"
+        parts.append(f"No earlier look found them finite, and {losses_were} finite.")
     if losses:
         step, _ = min(losses)
         parts.append(f"The first loss that is not finite is that of step {step}.")
@@ -61,6 +72,13 @@ def check_finite(observed: Observed) -> Iterator[TrainingFault]:
     )
 
 
+def _unmask(seen: ValuesSeen, masked: Set[int]) -> ValuesSeen:
+    """What a rank saw, with the units whose values before step 1 are no mask."""
+    if not set(seen.masked) - masked or seen.step is not None:
+        return seen
+    return seen.model_copy(update={"step": 1, "units": seen.masked})
+
+
 def _of_numerics(first: NonFinite, *, was_finite: bool) -> str:
     if not was_finite:
         return f"Parameters or optimizer states are not finite in step {first.step}."
@@ -73,9 +91,9 @@ def _name(fqn: str | None) -> str:
     return "parameters of no unit" if fqn is None else format_unit(fqn)
 
 
-def _of_looks(observed: Observed, step: int) -> str:
+def _of_looks(observed: Observed, seen: Mapping[int, ValuesSeen], step: int) -> str:
     units = observed.run.manifest.units
-    wrong = {rank: each.values for rank, each in observed.seen.items() if each.values.step == step}
+    wrong = {rank: each for rank, each in seen.items() if each.step == step}
     numbers = sorted({number for each in wrong.values() for number in each.units})
     names = [_name(units[number].fqn if 0 <= number < len(units) else None) for number in numbers]
     more = f" and {plural(len(names) - 1, 'more unit')}" if len(names) > 1 else ""

@@ -46,8 +46,9 @@ def loss_scale(scaler: torch.amp.GradScaler) -> float:
     if not scaler.is_enabled():
         return 1.0
     scale = scaler._scale
-    is_on_host = scale is not None and scale.device.type == "cpu"
-    return float(scale if is_on_host else scaler._init_scale)
+    if scale is not None and scale.device.type == "cpu":
+        return float(scale)
+    return float(scaler._init_scale)
 
 
 def is_shuffled(iterator: Any) -> bool:
