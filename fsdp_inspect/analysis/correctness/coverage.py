@@ -30,6 +30,7 @@ from fsdp_inspect.trace.correctness import CoverageSeen, StreakSeen
 
 _LEAST_UPDATES = 3
 _LEAST_WITHOUT_STATE = 4
+_LEAST_TENSORS = 8
 
 
 def check_coverage(observed: Observed) -> Iterator[TrainingFault]:
@@ -41,14 +42,18 @@ def check_coverage(observed: Observed) -> Iterator[TrainingFault]:
     }
     if len(seen) < len(observed.run.ranks):
         observed.not_checked[TrainingCheck.PARAMETERS] = (
-            f"Fewer than {_LEAST_UPDATES} updates were observed, the script named the optimizers "
-            "to record, or the optimizer updates partitions."
+            f"Fewer than {_LEAST_UPDATES} updates were observed, or the optimizer updates "
+            "partitions."
         )
         return
-    for find in (_unreduced, _missing, _without, _no_longer, _repeated, _rebuilt):
-        fault = find(observed, seen)
-        if fault is not None:
-            yield fault
+    found = [
+        fault
+        for find in (_unreduced, _missing, _without, _no_longer, _repeated, _rebuilt)
+        if (fault := find(observed, seen)) is not None
+    ]
+    yield from found
+    if not found and (note := _mostly_without(observed, seen)) is not None:
+        yield note
 
 
 _Seen = dict[int, CoverageSeen]
@@ -115,6 +120,29 @@ def _without(observed: Observed, seen: _Seen) -> TrainingFault | None:
         return None
     num = plural(seen[min(seen)].num_updates, "update")
     return _cut(observed, seen, wrong, f"in the first {num}")
+
+
+def _mostly_without(observed: Observed, seen: _Seen) -> TrainingFault | None:
+    """Note that most trainable tensors of the only optimizer had no gradient in any update."""
+    known = [observed.seen[rank] for rank in seen]
+    first = known[0]
+    if not all(len(each.optimizers) == 1 for each in known):
+        return None
+    [optimizer] = first.optimizers
+    most = max(each.optimizers[0].num_with_gradient for each in known)
+    least = min(each.num_trainable for each in known)
+    if not most or least < max(_LEAST_TENSORS, 2 * most) or optimizer.num_of_model < least:
+        return None
+    fault = _fault(
+        observed,
+        seen,
+        f"{least - most} of {plural(least, 'trainable parameter')} have no gradient.",
+        f"In none of the first {plural(optimizer.num_steps, 'update')}, they had one.",
+        "Look for no_grad, detach or a reentrant checkpoint around the part that should train: it "
+        "needs an input that requires a gradient. Freeze the part if it should stay: "
+        "requires_grad_(False).",
+    )
+    return replace(fault, is_note=True)
 
 
 def _no_longer(observed: Observed, seen: _Seen) -> TrainingFault | None:
