@@ -319,6 +319,12 @@ def _say_behind(facts: StepFacts) -> str:
     )
 
 
+def leave_out_larger_microbatch(step: str) -> str:
+    """A next step without a larger microbatch, for a run that exceeds its limit of memory."""
+    step = step.replace(", a larger microbatch, or", " or").replace(", a larger microbatch", "")
+    return step.replace("A larger microbatch, or gradient", "Gradient")
+
+
 def _phrase_host_or_compute(facts: StepFacts) -> Words:
     behind = _ratio(facts, facts.host_behind_ns)
     return (
