@@ -69,6 +69,9 @@ class PlanAdvice:
     is_other_network: bool
     """True if plans are simulated on a requested network instead of the recorded one."""
     replayed_peak_bytes: int | None
+    """Simulated peak of the recorded plan in its memory step."""
+    recorded_peak_bytes: int | None
+    """Measured: the highest peak of all steps of the rank."""
     memory_limit_bytes: int | None
     """None: there is no limit, or the run's memory is unknown."""
     fits: bool
@@ -99,7 +102,10 @@ class PlanAdvice:
     @property
     def recorded_fits(self) -> bool:
         """Whether the recorded plan is within the limit, as far as both are known."""
-        return not _exceeds(self.replayed_peak_bytes, self.memory_limit_bytes)
+        if self.replayed_peak_bytes is None:
+            return True
+        highest = max(self.replayed_peak_bytes, self.recorded_peak_bytes or 0)
+        return not _exceeds(highest, self.memory_limit_bytes)
 
     @property
     def above_limit(self) -> str:
@@ -282,6 +288,7 @@ def _advise_plan(
         replay_error=scorer.replay_error,
         is_other_network=scorer.network.is_changed,
         replayed_peak_bytes=scorer.recorded.peak_bytes,
+        recorded_peak_bytes=scorer.work.highest_peak_bytes,
         memory_limit_bytes=search.limit_bytes,
         fits=found.fits,
         num_plans=len(scorer.scores),
@@ -385,6 +392,7 @@ def _notes(scorer: PlanScorer, limit: int | None) -> list[str]:
         )
     notes += unknown_latencies(scorer.network)
     notes += say_waits_that_stay(scorer.work.late_ns)
+    notes += scorer.work.say_higher_peak()
     notes += [f"Not tried: {reason}" for reason in scorer.refusals]
     refused = scorer.space.refused
     if refused:

@@ -133,7 +133,7 @@ def make_prediction(run: RunSource, simulation: Simulation, origin: PredictionOr
         units=[UnitExposure(fqn=unit.fqn, exposed_ns=unit.exposed_ns) for unit in predicted.units],
         recorded_peak_bytes=simulation.recorded_peak_bytes,
         memory_error=simulation.memory_error,
-        peak_bytes=_peak(predicted.peak_bytes, simulation.memory_error),
+        peak_bytes=_peak(simulation),
         assumptions=list(dict.fromkeys([*simulation.assumptions, *origin.assumptions])),
         caveats=list(simulation.caveats),
     )
@@ -159,8 +159,11 @@ def _exposed(value: int, step: Estimate) -> Estimate:
     )
 
 
-def _peak(value: int | None, error: float | None) -> Estimate | None:
-    if value is None:
+def _peak(simulation: Simulation) -> Estimate | None:
+    """The predicted peak; its interval includes the highest step of the recorded plan."""
+    value, replayed = simulation.peak_bytes, simulation.replayed.peak_bytes
+    if value is None or not replayed:
         return None
-    margin = round(abs(error or 0.0) * value)
-    return Estimate(value=value, low=value - margin, high=value + margin)
+    error = abs(simulation.memory_error or 0.0)
+    most = max(error, (simulation.recorded_peak_bytes or replayed) / replayed - 1)
+    return Estimate(value=value, low=value - round(error * value), high=value + round(most * value))

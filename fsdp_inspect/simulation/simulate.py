@@ -164,9 +164,9 @@ class Simulation(Result):
     replay_error: float
     """replayed / recorded - 1."""
     recorded_peak_bytes: int | None
-    """Measured peak of the memory step; None without one."""
+    """Measured: the highest peak of all steps of the rank; None: unknown."""
     memory_error: float | None
-    """replayed / recorded peak - 1."""
+    """The peak of `replayed` / that of the simulated memory step, - 1."""
     predicted: SimulatedPlan
     low_ns: int
     high_ns: int
@@ -316,7 +316,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         recorded_step_ns=work.step_time_ns,
         replayed=replayed,
         replay_error=trust.self_check_error,
-        recorded_peak_bytes=work.peak_bytes,
+        recorded_peak_bytes=work.highest_peak_bytes,
         memory_error=trust.memory_error,
         predicted=predicted,
         low_ns=low_ns,
@@ -326,6 +326,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
             *scenario.assumptions,
             *unknown_latencies(network),
             *say_waits_that_stay(work.late_ns),
+            *work.say_higher_peak(),
         ),
         caveats=(*trust.prediction_caveats, *_doubt_fit(work, predicted, replayed)),
         memory_refusal=work.memory_refusal or scenario.memory_refusal,

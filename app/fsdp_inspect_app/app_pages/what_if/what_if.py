@@ -253,8 +253,8 @@ def _show_numbers(simulation: Simulation) -> None:
         Tile(
             "Predicted peak",
             format_bytes(after.peak_bytes),
-            f"recorded plan: {format_bytes(before.peak_bytes)}",
-            "Predicted peak of allocated memory.",
+            f"recorded plan, simulated: {format_bytes(before.peak_bytes)}",
+            "Predicted peak of allocated memory in a step like the memory step.",
         ),
         _tile_of_check(
             simulation.replay_error,
@@ -314,8 +314,8 @@ def _show_peaks(simulation: Simulation) -> None:
         key="peaks",
         alt=f"Two bars: the recorded plan's peak of {format_bytes(before.peak_bytes)} and the "
         f"predicted one of {format_bytes(after.peak_bytes)}, split by category",
-        note="Predicted from all allocations of the step. The error for the recorded plan is "
-        f"{format_error(simulation.memory_error)}.",
+        note="Predicted from all allocations of the step. The error for the recorded plan, against "
+        f"its memory step, is {format_error(simulation.memory_error)}.",
     )
 
 
