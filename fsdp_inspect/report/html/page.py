@@ -230,6 +230,7 @@ def _environment() -> Environment:
         "markup": Markup,
         "kind": format_kind,
         "words": lambda name: name.replace("_", " "),
+        "cause": formatting.format_cause,
         "method": format_method,
         "category": formatting.format_category,
         "metric": lambda value, name: format_metric(name, value),

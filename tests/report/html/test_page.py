@@ -67,6 +67,15 @@ def test_causes_have_their_time_and_their_fraction_of_the_exposed_time(contents)
         assert f"{format_cause(cause)} {format_ns(duration)} {share}" in plain
 
 
+def test_a_wait_for_the_last_rank_calls_no_rank_a_straggler(contents):
+    waits = contents.waits.exposed.evidence
+    last = [ns for wait in waits for cause, ns in wait.causes_ns.items() if cause == "straggler"]
+    text = Page(render_run(contents)).text.replace("\N{NO-BREAK SPACE}", " ")
+    assert last
+    assert all(f"waiting for the last rank {format_ns(ns)}" in text for ns in last)
+    assert not any(f"straggler {format_ns(ns)}" in text for ns in last)
+
+
 def test_a_report_says_how_its_numbers_were_obtained(contents):
     text, provenance = Page(render_run(contents)).text, contents.summary.provenance
     assert "Sources and methods" in text
