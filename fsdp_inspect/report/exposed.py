@@ -265,7 +265,16 @@ def describe_transfers(bandwidth: Bandwidth) -> str:
     """The source of the transfers and of the bus bandwidth."""
     sources = dict.fromkeys(_TRANSFERS[row.transfer_from] for row in bandwidth.kinds)
     steps = plural(bandwidth.num_steps, "step")
-    return f"Transfer, over {steps}: mean {'; '.join(sources)}. Bus: of all bytes in all transfers."
+    bounds = "".join(
+        f" {format_kind(row.kind).capitalize()}, {_group(row)}: without {row.num_bounds} of "
+        f"{row.num_events}, whose ends are upper bounds."
+        for row in bandwidth.kinds
+        if row.num_bounds
+    )
+    return (
+        f"Transfer, over {steps}: mean {'; '.join(sources)}. Bus: of all bytes in all transfers."
+        f"{bounds}"
+    )
 
 
 def _group(row: KindBandwidth) -> str:
