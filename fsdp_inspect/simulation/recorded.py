@@ -291,6 +291,13 @@ def _expect_same_collectives(
     names = {unit.index: unit.fqn for unit in work.units}
     for unit, kind in sorted({*ran, *simulated}):
         count = ran[unit, kind] / len(work.steps)
+        if count != simulated[unit, kind] and run.manifest.shards_alone:
+            raise MissingDataError(
+                f"Run {run.manifest.run_id!r} cannot be simulated: each shard has one rank, so "
+                "FSDP gathers nothing, and all ranks are replicas. Expected shards of several "
+                "ranks. Record a run with a mesh that shards, or compare this one with "
+                "DistributedDataParallel."
+            )
         if count != simulated[unit, kind]:
             raise MissingDataError(
                 f"Run {run.manifest.run_id!r} cannot be simulated: the schedule model issues "

@@ -73,7 +73,6 @@ from fsdp_inspect_app.cards import (
     show_title,
 )
 from fsdp_inspect_app.drawn_chart import Click
-from fsdp_inspect_app.empty_states import show_why_not_simulated
 from fsdp_inspect_app.knob_widgets import show_knob, show_prediction_button
 from fsdp_inspect_app.knobs import KNOBS_OF_LINK, PLAN_FILE, network_of, pack_plan
 from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link, pick
@@ -250,7 +249,6 @@ def _show_refusal(advice: Advice, manifest: RunManifest) -> None:
         show_text(plain(advice.refusal or ""))
         if traits.has_messages:
             page_link("what_if")
-        show_why_not_simulated(manifest)
 
 
 # --- findings

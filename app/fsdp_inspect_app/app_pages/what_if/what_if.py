@@ -59,7 +59,6 @@ from fsdp_inspect_app.cards import (
     show_text,
     show_tiles,
 )
-from fsdp_inspect_app.empty_states import show_why_not_simulated
 from fsdp_inspect_app.knob_widgets import show_knob, show_prediction_button
 from fsdp_inspect_app.knobs import (
     AS_RECORDED,
@@ -100,14 +99,9 @@ def show_page(entry: RunEntry, run: Run) -> None:
         else:
             _show_prepared(entry, run, loading.result_of(entry, prepare))
     except (MissingDataError, PlanError) as error:
-        _show_refusal(name_run(str(error), str(entry.path)), run.manifest)
+        show_headline("This run cannot be simulated\\.")
+        st.info(plain(name_run(str(error), str(entry.path))), icon=":material/info:")
     show_capacity_search(str(run.manifest.config.get("preset")))
-
-
-def _show_refusal(reason: str, manifest: RunManifest) -> None:
-    show_headline("This run cannot be simulated\\.")
-    st.info(plain(reason), icon=":material/info:")
-    show_why_not_simulated(manifest)
 
 
 @st.fragment
