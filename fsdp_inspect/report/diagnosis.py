@@ -857,6 +857,7 @@ def _no_problem(found: Diagnosis) -> str:
 def _further_faults(found: Diagnosis) -> Iterator[str]:
     for fault in found.other_faults:
         yield f"{fault.headline} {fault.why}{_line_of(fault)}"
+    yield from (f"Damaged: {reason} Its events were not read." for reason in found.damage)
     for note in found.training_notes:
         yield f"Note: {note.sentence} {note.why}{_line_of(note)} {note.change}"
 
