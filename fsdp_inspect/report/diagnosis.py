@@ -1013,16 +1013,26 @@ _END = {
 # --- what to do
 
 
+def _complete_data(found: Diagnosis) -> Iterator[str]:
+    missing = format_ranks(found.missing_ranks)
+    if found.unknown is Unknown.IMPORTED:
+        yield (
+            "Diagnose what shows the end: the folder of a run that fsdp_inspect.Recorder wrote, or "
+            "the dumps of torch's flight recorder (`fsdp-inspect diagnose DUMPS`)."
+        )
+    elif not found.missing_ranks or found.status is Status.HEALTHY:
+        return
+    elif found.is_imported:
+        yield f"Import the dumps again, with those of {missing}."
+    else:
+        yield (
+            f"Copy the folders of {missing} into the run, and run `fsdp-inspect diagnose RUN` "
+            "again."
+        )
+
+
 def _next(found: Diagnosis) -> Iterator[str]:
-    if found.missing_ranks and found.status is not Status.HEALTHY:
-        missing = format_ranks(found.missing_ranks)
-        if found.is_imported:
-            yield f"Import the dumps again, with those of {missing}."
-        else:
-            yield (
-                f"Copy the folders of {missing} into the run, and run `fsdp-inspect diagnose RUN` "
-                "again."
-            )
+    yield from _complete_data(found)
     if found.out_of_memory is not None:
         yield from list_next_steps(found.out_of_memory, found.plans)
         return

@@ -1097,9 +1097,12 @@ def test_of_ranks_in_a_circle_the_one_without_a_batch_had_fewer() -> None:
 
 def test_an_import_that_knows_nothing_of_its_ranks_lists_none(tmp_path):
     write_imported(tmp_path / "run", tmp_path / "traces")
-    text = text_of(render_diagnosis(Run(open_run(tmp_path / "run")).diagnose()))
+    found = Run(open_run(tmp_path / "run")).diagnose()
+    text = text_of(render_diagnosis(found))
     assert text.startswith("Cannot tell: an imported trace does not show how the ranks ended.")
     assert "Rank" not in text
+    [step] = describe_diagnosis(replace(found, missing_ranks=(1,))).next
+    assert step.startswith("Diagnose what shows the end: the folder of a run")
 
 
 GLOO_LIMIT = "[unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete"
