@@ -61,8 +61,9 @@ from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable, SummaryTable, rows_of
 
-_KEPT = "kept"
-"""The name of the part of a simulated step that no plan changes."""
+_LATE, _KEPT = "late_ranks", "kept"
+"""The names of the parts of a simulated step that no plan changes: the waits for ranks that work
+longer (`RecordedWork.late_ns`), and the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class SimulatedPlan:
     """Exposed time by `Cause`, causes above 0; every instant counts once. The waits for ranks that
     work longer (`RecordedWork.late_ns`) have the cause `straggler`."""
     communication_ns: int
+    """All collectives of the units, with the waits for ranks that work longer."""
     peak_bytes: int | None
     """Simulated peak allocated; None: the run has no memory step that records categories."""
     peak_unit: str | None
@@ -112,9 +114,9 @@ class SimulatedPlan:
     peak_categories: dict[str, int]
     """Bytes at the peak by `memory.Held`, above 0; they add up to `peak_bytes`."""
     parts_ns: dict[str, int]
-    """The step's breakdown by `StepPart`; it adds up to the step. What the simulation does not
-    divide is `kept`, which is more than the part `other` of a recorded step: it contains the waits
-    for ranks that work longer."""
+    """The step's breakdown by `StepPart`; it adds up to the step. The waits for ranks that work
+    longer are `late_ranks`. What the simulation does not divide is `kept`, which is more than the
+    part `other` of a recorded step."""
     units: tuple[UnitOfPlan, ...]
     """The units in the order of the workload."""
     events: EventTable | None
@@ -397,7 +399,7 @@ def _simulate_plan(
         step_time_ns=step.duration_ns,
         exposed_ns=sum(parts[part] for part in EXPOSED_PART_CODES) + late_ns,
         causes_ns=_by_cause(waits.share_by_cause_ns) | late,
-        communication_ns=parts[StepPart.COMMUNICATION],
+        communication_ns=parts[StepPart.COMMUNICATION] + late_ns,
         peak_bytes=step.peak_bytes,
         peak_unit=units[step.peak_unit].fqn if step.peak_unit >= 0 else None,
         peak_categories={
@@ -406,7 +408,9 @@ def _simulate_plan(
             if amount
         },
         parts_ns={
-            _KEPT if part is StepPart.OTHER else part.label: parts[part] for part in PARTS_OF_STEP
+            **{part.label: parts[part] for part in PARTS_OF_STEP if part is not StepPart.OTHER},
+            _LATE: late_ns,
+            _KEPT: parts[StepPart.OTHER] - late_ns,
         },
         units=tuple(
             _describe(unit, workload.units[unit.index].gather_ns, rows, waits) for unit in numbered
