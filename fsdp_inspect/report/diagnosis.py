@@ -1018,7 +1018,7 @@ def _complete_data(found: Diagnosis) -> Iterator[str]:
     if found.unknown is Unknown.IMPORTED:
         yield (
             "Diagnose what shows the end: the folder of a run that fsdp_inspect.Recorder wrote, or "
-            "the dumps of torch's flight recorder (`fsdp-inspect diagnose DUMPS`)."
+            "a folder with the dumps of torch's flight recorder."
         )
     elif not found.missing_ranks or found.status is Status.HEALTHY:
         return

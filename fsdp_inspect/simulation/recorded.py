@@ -155,7 +155,10 @@ class RecordedWork:
         return self.trust.memory_refusal
 
     def say_higher_peak(self) -> Iterator[str]:
-        """An assumption, if another step of the rank has a higher peak than the simulated one."""
+        """An assumption, if the rank's peak is higher than that of the simulated memory step.
+
+        Another step is higher, or another counter: a memory step may count storages.
+        """
         simulated, highest = format_bytes(self.peak_bytes), format_bytes(self.highest_peak_bytes)
         if (
             self.workload.memory is not None
@@ -163,9 +166,9 @@ class RecordedWork:
             and (simulated != highest)
         ):
             yield (
-                f"Peaks are those of a step like the memory step, {simulated}. The highest step of "
-                f"the recorded plan has {highest}: {format_ratio(self.trust.higher_peak_ratio)} "
-                "more, which the margin of a limit includes."
+                f"Simulated peaks are those of the memory step, {simulated}. The recorded peak "
+                f"of all steps is {highest}: {format_ratio(self.trust.higher_peak_ratio)} more, "
+                "which the margin of a limit includes."
             )
 
     def check_itself(self, simulated_ns: int) -> Trust:

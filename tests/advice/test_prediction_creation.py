@@ -78,13 +78,13 @@ def test_the_prediction_of_some_changes_contains_their_gain(run, advised, take):
 
 
 def test_the_recorded_peak_is_that_of_all_steps_and_widens_the_predicted_one():
-    """The memory step of this run has 5.96 GiB, each other step 6.02 GiB."""
+    """The memory step of this run counts 5.96 GiB of storages, the CUDA allocator 6.02 GiB."""
     run = open_run(Path(__file__).parents[2] / "samples" / "emulated-8-ranks-cuda")
     simulation = simulate_plan(run, observed_plan(run))
     highest = highest_peak_bytes(run)
     assert simulation.recorded_peak_bytes == highest
     assert simulation.memory_error == pytest.approx(0, abs=0.001)
-    assert any("has 6.02 GiB: 1.1% more" in each for each in simulation.assumptions)
+    assert any("is 6.02 GiB: 1.1% more" in each for each in simulation.assumptions)
     assert measure_work(run).trust.memory_margin == pytest.approx(0.0309, abs=0.0005)
     predicted = make_prediction(run, simulation, PredictionOrigin(made_by="simulate")).peak_bytes
     assert predicted is not None
