@@ -20,7 +20,7 @@ from fsdp_inspect.simulation.predictions.records import (
 )
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan
-from fsdp_inspect.simulation.simulate import Simulation, simulate_plan
+from fsdp_inspect.simulation.simulate import Simulation, peak_range, simulate_plan
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.version import __version__
@@ -160,10 +160,13 @@ def _exposed(value: int, step: Estimate) -> Estimate:
 
 
 def _peak(simulation: Simulation) -> Estimate | None:
-    """The predicted peak; its interval includes the highest step of the recorded plan."""
-    value, replayed = simulation.peak_bytes, simulation.replayed.peak_bytes
-    if value is None or not replayed:
+    value = simulation.peak_bytes
+    if value is None:
         return None
-    error = abs(simulation.memory_error or 0.0)
-    most = max(error, (simulation.recorded_peak_bytes or replayed) / replayed - 1)
-    return Estimate(value=value, low=value - round(error * value), high=value + round(most * value))
+    low, high = peak_range(
+        value,
+        simulation.memory_error,
+        replayed=simulation.replayed.peak_bytes,
+        recorded=simulation.recorded_peak_bytes,
+    )
+    return Estimate(value=value, low=low, high=high)

@@ -336,6 +336,22 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     )
 
 
+def peak_range(
+    peak: int, error: float | None, *, replayed: int | None, recorded: int | None
+) -> tuple[int, int]:
+    """The interval of a predicted peak, bytes, up to the highest step of the recorded plan.
+
+    Args:
+        peak: The predicted peak.
+        error: The error of the simulated peak (`Trust.memory_error`).
+        replayed: The simulated peak of the recorded plan.
+        recorded: Its highest measured peak.
+    """
+    low = abs(error or 0.0)
+    high = max(low, recorded / replayed - 1) if replayed and recorded else low
+    return peak - round(low * peak), peak + round(high * peak)
+
+
 def _doubt_fit(
     work: RecordedWork, predicted: SimulatedPlan, replayed: SimulatedPlan
 ) -> Iterator[str]:

@@ -90,3 +90,12 @@ def test_the_recorded_peak_is_that_of_all_steps_and_widens_the_predicted_one():
     assert predicted is not None
     assert highest is not None
     assert predicted.low <= predicted.value < highest <= predicted.high + 1
+    advised = advise_run(run, AdviceRequest()).plan
+    assert advised is not None
+    assert advised.recorded_peak_bytes == highest
+    fastest = advised.fastest
+    assert fastest.peak_bytes is not None
+    assert fastest.peak_high_bytes is not None
+    assert fastest.peak_high_bytes / fastest.peak_bytes == pytest.approx(
+        predicted.high / predicted.value
+    )
