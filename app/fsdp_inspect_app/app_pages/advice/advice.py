@@ -14,8 +14,8 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_unit, plural
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.report.advice import (
     describe_effect,
+    describe_exceeded_limit,
     describe_gain,
-    describe_limit,
     describe_plan_for_limit,
     describe_plan_peak,
     describe_row,
@@ -110,7 +110,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     advice = advice_of(entry, question.request)
     with answer:
         show_headline(plain(advice.answer))
-        for line in describe_limit(advice):
+        for line in describe_exceeded_limit(advice):
             show_text(plain(line))
         _show_recommended(advice, question, run.manifest, run.summary())
         larger = find_larger(advice)
