@@ -280,7 +280,7 @@ def shorten_names(names: Iterable[str], longest: int = LONGEST_NAME) -> ShortNam
         for name in distinct
         for module in name.split(_MODULES)
         for prefix in _prefixes(module)
-        if len(prefix) > len(ELLIPSIS)
+        if len(prefix) > len(ELLIPSIS) and " " not in prefix  # no module: `all_reduce 25.0 MiB`
     }
     best = ShortNames("")
     for prefix in sorted(prefixes):

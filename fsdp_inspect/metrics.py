@@ -225,11 +225,18 @@ _ALL = (
         "the rest of the step: loss, clipping, logging, generation, batches of no DataLoader",
     ),
     Metric(
+        "late_ranks_ns",
+        "waits for late ranks",
+        _NS,
+        "the waits of a simulated step for ranks that work longer, which no plan changes; in a "
+        "recorded step, a part of the exposed collectives",
+    ),
+    Metric(
         "kept_ns",
         "kept as recorded",
         _NS,
         "the part of a simulated step that no plan changes: optimizer, data, collectives that FSDP "
-        "did not issue, waits for ranks that work longer, and other",
+        "did not issue, forward and backward outside the units, and other",
     ),
     Metric(
         "between_ns",

@@ -5,9 +5,9 @@ import logging
 import streamlit as st
 
 from fsdp_inspect.errors import FsdpInspectError, NotARunError, SchemaVersionError
-from fsdp_inspect.result_types import RunEntry, RunManifest
+from fsdp_inspect.result_types import RunEntry
 from fsdp_inspect_app import loading
-from fsdp_inspect_app.cards import show_code, show_headline, show_note
+from fsdp_inspect_app.cards import show_code, show_headline
 from fsdp_inspect_app.wording import code, plain
 
 _LOG = logging.getLogger(__name__)
@@ -67,22 +67,6 @@ def show_failure(error: Exception) -> None:
             "output of the server: attach it to a bug report."
         ),
         icon=":material/error:",
-    )
-
-
-def show_why_not_simulated(manifest: RunManifest) -> None:
-    """Show what a simulation requires, and how to record it, if another recording would help."""
-    if manifest.sharder_traits.why_not_simulated is not None:
-        return
-    show_note(
-        "The simulation requires recorded units, collectives and compute\\. Imported traces, and "
-        "runs without a timed step, do not have them\\. Record the job with more steps than "
-        "warm\\-up:"
-    )
-    show_code(
-        manifest.launch_line
-        or f"torchrun --nproc-per-node {manifest.world_size} -m fsdp_inspect.record train.py",
-        key="record",
     )
 
 

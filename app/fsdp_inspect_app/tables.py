@@ -99,7 +99,7 @@ def frame_breakdown(breakdown: StepBreakdown, *, in_kernel_trace: bool = False) 
 
 _LABELLED_RATIO = 0.05
 _PARTS = {part.label: look for part, look in palette.PART_LOOKS.items()}
-_PARTS["kept"] = palette.KEPT
+_PARTS |= {"late_ranks": palette.LATE_RANKS, "kept": palette.KEPT}
 
 Stack = tuple[str, Mapping[str, int]]
 """A name, and its parts."""

@@ -21,7 +21,7 @@ from fsdp_inspect.advice.suggestions import (
     sum_gains,
 )
 from fsdp_inspect.analysis.last_arrivals import say_waits_that_stay
-from fsdp_inspect.analysis.verdict.words import NOT_TRAINING
+from fsdp_inspect.analysis.verdict.words import NOT_TRAINING, leave_out_larger_microbatch
 from fsdp_inspect.errors import MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, name_run
 from fsdp_inspect.parallel.tasks import Tasks
@@ -69,6 +69,9 @@ class PlanAdvice:
     is_other_network: bool
     """True if plans are simulated on a requested network instead of the recorded one."""
     replayed_peak_bytes: int | None
+    """Simulated peak of the recorded plan in its memory step."""
+    recorded_peak_bytes: int | None
+    """Measured: the highest peak of all steps of the rank."""
     memory_limit_bytes: int | None
     """None: there is no limit, or the run's memory is unknown."""
     fits: bool
@@ -99,7 +102,19 @@ class PlanAdvice:
     @property
     def recorded_fits(self) -> bool:
         """Whether the recorded plan is within the limit, as far as both are known."""
-        return not _exceeds(self.replayed_peak_bytes, self.memory_limit_bytes)
+        if self.replayed_peak_bytes is None:
+            return True
+        highest = max(self.replayed_peak_bytes, self.recorded_peak_bytes or 0)
+        return not _exceeds(highest, self.memory_limit_bytes)
+
+    @property
+    def above_limit(self) -> str:
+        """The recorded plan or all plans exceed the memory limit, in words; empty: they do not."""
+        limit = format_bytes(self.memory_limit_bytes)
+        if not self.fits:
+            is_above = _exceeds(self.fastest.peak_bytes, self.memory_limit_bytes)
+            return f"No simulated plan {'fits' if is_above else 'is certain to fit'} into {limit}."
+        return "" if self.recorded_fits else f"The recorded plan exceeds {limit}."
 
     @property
     def is_whole(self) -> bool:
@@ -218,6 +233,10 @@ def give_advice(
             "time: omit --memory-limit.",
         )
     plan = _advise_plan(scorer, evidence, request)
+    if plan.above_limit:
+        findings = tuple(
+            replace(each, do=tuple(map(leave_out_larger_microbatch, each.do))) for each in findings
+        )
     answer = _answer(plan, findings)
     settled = attribute_gains(
         findings,
@@ -269,6 +288,7 @@ def _advise_plan(
         replay_error=scorer.replay_error,
         is_other_network=scorer.network.is_changed,
         replayed_peak_bytes=scorer.recorded.peak_bytes,
+        recorded_peak_bytes=scorer.work.highest_peak_bytes,
         memory_limit_bytes=search.limit_bytes,
         fits=found.fits,
         num_plans=len(scorer.scores),
@@ -372,6 +392,7 @@ def _notes(scorer: PlanScorer, limit: int | None) -> list[str]:
         )
     notes += unknown_latencies(scorer.network)
     notes += say_waits_that_stay(scorer.work.late_ns)
+    notes += scorer.work.say_higher_peak()
     notes += [f"Not tried: {reason}" for reason in scorer.refusals]
     refused = scorer.space.refused
     if refused:
@@ -465,9 +486,7 @@ def _answer(plan: PlanAdvice, findings: tuple[Finding, ...]) -> str:
 def _say_gain(plan: PlanAdvice) -> str:
     limit = plan.memory_limit_bytes
     if not plan.fits:
-        is_above = (plan.fastest.peak_bytes or 0) > (limit or 0)
-        fits = "fits" if is_above else "is certain to fit"
-        return f"No simulated plan {fits} into {format_bytes(limit)}."
+        return plan.above_limit
     if not plan.suggestions:
         least = max(WORTH_RATIO, abs(plan.replay_error))
         most_ns = (1 - least) * plan.replayed_step_ns
@@ -477,7 +496,7 @@ def _say_gain(plan: PlanAdvice) -> str:
             saves = f"within {format_bytes(limit)} saves"
         return f"Change nothing: no simulated plan {saves} more than {100 * least:.1f}% of a step."
     if not plan.recorded_fits:
-        return f"The recorded plan exceeds {format_bytes(limit)}. The recommended plan fits."
+        return f"{plan.above_limit} The recommended plan fits."
     gain = plan.stated
     times = (gain.saved_ns, gain.saved_low_ns, gain.saved_high_ns)
     saved, low, high = (f"{100 * each / plan.replayed_step_ns:.1f}%" for each in times)

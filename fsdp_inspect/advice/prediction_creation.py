@@ -20,7 +20,7 @@ from fsdp_inspect.simulation.predictions.records import (
 )
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan
-from fsdp_inspect.simulation.simulate import Simulation, simulate_plan
+from fsdp_inspect.simulation.simulate import Simulation, peak_range, simulate_plan
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.version import __version__
@@ -133,7 +133,7 @@ def make_prediction(run: RunSource, simulation: Simulation, origin: PredictionOr
         units=[UnitExposure(fqn=unit.fqn, exposed_ns=unit.exposed_ns) for unit in predicted.units],
         recorded_peak_bytes=simulation.recorded_peak_bytes,
         memory_error=simulation.memory_error,
-        peak_bytes=_peak(predicted.peak_bytes, simulation.memory_error),
+        peak_bytes=_peak(simulation),
         assumptions=list(dict.fromkeys([*simulation.assumptions, *origin.assumptions])),
         caveats=list(simulation.caveats),
     )
@@ -159,8 +159,14 @@ def _exposed(value: int, step: Estimate) -> Estimate:
     )
 
 
-def _peak(value: int | None, error: float | None) -> Estimate | None:
+def _peak(simulation: Simulation) -> Estimate | None:
+    value = simulation.peak_bytes
     if value is None:
         return None
-    margin = round(abs(error or 0.0) * value)
-    return Estimate(value=value, low=value - margin, high=value + margin)
+    low, high = peak_range(
+        value,
+        simulation.memory_error,
+        replayed=simulation.replayed.peak_bytes,
+        recorded=simulation.recorded_peak_bytes,
+    )
+    return Estimate(value=value, low=low, high=high)

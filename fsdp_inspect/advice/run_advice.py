@@ -75,6 +75,10 @@ def advise_run(
     """
     run = RunContext.of(run)
     evidence = _evidence(run, summary or measure_summary(run))
+    memory = evidence.whole_memory
+    if memory is not None and request.memory_limit is not None:
+        device = min(request.memory_limit, memory.device_bytes or request.memory_limit)
+        evidence = replace(evidence, whole_memory=replace(memory, device_bytes=device))
     advice = give_advice(run, evidence, request, on_progress=on_progress, tasks=tasks)
     return replace(advice, migration=plan_migration(run)) if is_migrated(run.manifest) else advice
 

@@ -24,6 +24,7 @@ from fsdp_inspect.formatting import (
     plural,
 )
 from fsdp_inspect.simulation.network import CostLine
+from fsdp_inspect.simulation.simulate import peak_range
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, owned_parameters
 
@@ -221,7 +222,7 @@ class Narrator:
             exposed_ns=score.step_ns - self._scorer.parts_ns(choice)["compute"],
             is_regrouped=self._scorer.work.has_other_units(scenario.units),
         )
-        margin = self._memory_margin(score.peak_bytes)
+        peak_low, peak_high = self._peak_range(score.peak_bytes)
         saved_low, saved_high = self._saved_range(AS_RECORDED, choice)
         return Proposal(
             what=say_changes(choice, is_fsdp1=self._is_fsdp1),
@@ -233,8 +234,8 @@ class Narrator:
             saved_low_ns=saved_low,
             saved_high_ns=saved_high,
             peak_bytes=score.peak_bytes,
-            peak_low_bytes=_plus(score.peak_bytes, -margin),
-            peak_high_bytes=_plus(score.peak_bytes, margin),
+            peak_low_bytes=peak_low,
+            peak_high_bytes=peak_high,
             added_bytes=_difference(score.peak_bytes, recorded.peak_bytes),
             paid=score.paid,
             assumptions=(
@@ -251,6 +252,16 @@ class Narrator:
         space = self._scorer.space
         owned = owned_parameters(space.plan_of(choice).units, space.parameters)
         return [name for name, own in owned.items() if space.parameters and not own]
+
+    def _peak_range(self, peak_bytes: int | None) -> tuple[int | None, int | None]:
+        if peak_bytes is None:
+            return None, None
+        return peak_range(
+            peak_bytes,
+            self._scorer.trust.memory_error,
+            replayed=self._scorer.recorded.peak_bytes,
+            recorded=self._scorer.work.highest_peak_bytes,
+        )
 
     def _memory_margin(self, peak_bytes: int | None) -> int:
         return round(abs(self._scorer.trust.memory_error or 0.0) * (peak_bytes or 0))
@@ -472,10 +483,6 @@ def _difference(after: int | None, before: int | None) -> int | None:
     if after is None or before is None:
         return None
     return after - before if abs(after - before) > _ROUNDING_BYTES else 0
-
-
-def _plus(value: int | None, more: int) -> int | None:
-    return None if value is None else value + more
 
 
 # --- Describe the changes of a plan in words, and name the tuning rule of each.

@@ -36,6 +36,9 @@ class KindBandwidth:
     group_size: int | None
     """Number of ranks that take part."""
     num_events: int
+    num_bounds: int
+    """Collectives whose end is only an upper bound. Transfers and bandwidths leave them out, and
+    are unknown if these have most of the bytes."""
     num_sizes: int
     bytes_per_step: int
     """Sum of the messages in the typical step."""
@@ -194,9 +197,15 @@ class _Transfers(Rows):
 
     @property
     def usable(self) -> NDArray[np.bool_]:
-        """Whether each collective has bytes and a duration that is not only an upper bound."""
-        known: NDArray[np.bool_] = (self.collectives.bytes > 0) & (self.duration_ns > 0)
-        known &= (self.collectives.flags & EventFlag.LATEST_END) == 0
+        """Whether each collective has bytes and a duration that is not only an upper bound.
+
+        Collectives with most of the bytes do not stand for the others, so none is then usable.
+        """
+        is_bound = (self.collectives.flags & EventFlag.LATEST_END) != 0
+        sizes = np.maximum(self.collectives.bytes, 0)
+        if 2 * sizes[is_bound].sum() > sizes.sum():
+            return np.zeros(len(sizes), dtype=bool)
+        known: NDArray[np.bool_] = (sizes > 0) & (self.duration_ns > 0) & ~is_bound
         return known
 
     @property
@@ -223,6 +232,7 @@ def _measure_kind(
         group_role=group.role if group else "",
         group_size=size,
         num_events=len(events),
+        num_bounds=int(np.count_nonzero(events.flags & EventFlag.LATEST_END)),
         num_sizes=len(np.unique(message)),
         bytes_per_step=member.typical(
             sum_per_step(events.step, np.maximum(events.bytes, 0), member.steps)

@@ -118,7 +118,9 @@ class Trust:
     self_check_error: float = 0.0
     """Simulated / measured step time of the recorded plan, - 1."""
     memory_error: float | None = None
-    """Simulated / measured peak of the recorded plan, - 1; None: unknown."""
+    """Simulated / measured peak of the recorded plan in its memory step, - 1; None: unknown."""
+    higher_peak_ratio: float = 0.0
+    """The highest peak of all steps / that of the simulated memory step, - 1."""
     spread_ratio: float = 0.0
     """Half of the range of the durations of the typical steps, as a fraction of their mean."""
     num_steps: int = 0
@@ -275,7 +277,7 @@ class Trust:
     @property
     def memory_margin(self) -> float:
         """How far a run may exceed the predicted peak of its plan, as a fraction of the peak."""
-        return LEAST_MEMORY_MARGIN + abs(self.memory_error or 0.0)
+        return LEAST_MEMORY_MARGIN + abs(self.memory_error or 0.0) + self.higher_peak_ratio
 
     @property
     def memory_refusal(self) -> str | None:

@@ -37,6 +37,7 @@ from fsdp_inspect.diagnosis.waits import (
     root_ranks,
     seconds_since_last_collective,
 )
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.formatting import format_unit
 from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.store.reduction.collective_order import (
@@ -218,6 +219,8 @@ class Diagnosis:
     """Further mistakes of the training."""
     training_notes: tuple[TrainingFault, ...] = ()
     """What may be intended, of a training that is healthy or has a mistake."""
+    damage: tuple[str, ...] = ()
+    """What is wrong with damaged files of a healthy run, one sentence each."""
     events: tuple[RunEvent, ...] = ()
     """What happened, in order: the ranks differed, hung, ran out of memory, ended, and so on."""
 
@@ -344,6 +347,16 @@ class _Case:
                 return answer
         notes = check_training(self._run).notes
         return self._make(Status.HEALTHY, None, training_notes=notes)
+
+    def _find_damage(self) -> tuple[str, ...]:
+        """The damaged files of events. Black boxes and summaries are enough for the checks."""
+        damage = list[str]()
+        for record in () if self._is_running else self._run.ranks:
+            try:
+                self._run.events(record.rank, steps=())
+            except StoreError as error:
+                damage.append(str(error))
+        return tuple(damage)
 
     # --- the checks
 
@@ -1199,6 +1212,7 @@ class _Case:
             wait=None,
             difference=None,
             failure="",
+            damage=self._find_damage() if status is Status.HEALTHY else (),
             states=tuple(self._states.values()),
             missing_ranks=self._missing,
             is_running=self._is_running,

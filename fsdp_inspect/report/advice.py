@@ -52,8 +52,15 @@ def render_advice(advice: Advice, *, details: bool = False) -> RenderableType:
             `SCREEN_LINES` lines of 80 columns. True: all findings and changes with their evidence.
     """
     if details:
-        return Group(Text(advice.answer, style="bold"), *_all_parts(advice))
+        answer = Text(advice.answer, style="bold")
+        return Group(answer, *map(Text, describe_exceeded_limit(advice)), *_all_parts(advice))
     return _OneScreen(advice)
+
+
+def describe_exceeded_limit(advice: Advice) -> list[str]:
+    """The plans that exceed the memory limit, in a line if the answer of the advice has none."""
+    above = "" if advice.plan is None else advice.plan.above_limit
+    return [] if above in advice.answer else [above]
 
 
 def describe_recommendation(advice: Advice) -> str:
@@ -97,6 +104,7 @@ class _OneScreen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         advice = self._advice
         head: list[RenderableType] = [_Clipped(advice.answer, _TITLE_LINES, style="bold")]
+        head += [_Clipped(line, _TEXT_LINES) for line in describe_exceeded_limit(advice)]
         code: list[Sequence[str]] = []
         finding, suggestion = recommended(advice)
         if finding is not None:

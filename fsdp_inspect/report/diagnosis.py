@@ -860,6 +860,7 @@ def _no_problem(found: Diagnosis) -> str:
 def _further_faults(found: Diagnosis) -> Iterator[str]:
     for fault in found.other_faults:
         yield f"{fault.headline} {fault.why}{_line_of(fault)}"
+    yield from (f"Damaged: {reason} Its events were not read." for reason in found.damage)
     for note in found.training_notes:
         yield f"Note: {note.sentence} {note.why}{_line_of(note)} {note.change}"
 
@@ -1015,16 +1016,26 @@ _END = {
 # --- what to do
 
 
+def _complete_data(found: Diagnosis) -> Iterator[str]:
+    missing = format_ranks(found.missing_ranks)
+    if found.unknown is Unknown.IMPORTED:
+        yield (
+            "Diagnose what shows the end: the folder of a run that fsdp_inspect.Recorder wrote, or "
+            "a folder with the dumps of torch's flight recorder."
+        )
+    elif not found.missing_ranks or found.status is Status.HEALTHY:
+        return
+    elif found.is_imported:
+        yield f"Import the dumps again, with those of {missing}."
+    else:
+        yield (
+            f"Copy the folders of {missing} into the run, and run `fsdp-inspect diagnose RUN` "
+            "again."
+        )
+
+
 def _next(found: Diagnosis) -> Iterator[str]:
-    if found.missing_ranks and found.status is not Status.HEALTHY:
-        missing = format_ranks(found.missing_ranks)
-        if found.is_imported:
-            yield f"Import the dumps again, with those of {missing}."
-        else:
-            yield (
-                f"Copy the folders of {missing} into the run, and run `fsdp-inspect diagnose RUN` "
-                "again."
-            )
+    yield from _complete_data(found)
     if found.out_of_memory is not None:
         yield from list_next_steps(found.out_of_memory, found.plans)
         return

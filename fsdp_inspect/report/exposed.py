@@ -253,16 +253,28 @@ def _bandwidth(bandwidth: Bandwidth | None) -> Iterator[RenderableType]:
         return
     table = render_table(LINKS, bandwidth.kinds, *_LINK_COLUMNS)
     yield from section("Bandwidth of the transfers", table)
-    sources = dict.fromkeys(_TRANSFERS[row.transfer_from] for row in bandwidth.kinds)
-    steps = plural(bandwidth.num_steps, "step")
-    yield dim(
-        f"Transfer, over {steps}: mean {'; '.join(sources)}. Bus: of all bytes in all transfers."
-    )
+    yield dim(describe_transfers(bandwidth))
     for row in bandwidth.kinds:
         if row.link is not None and row.link.refusal is not None:
             yield dim(
                 f"{format_kind(row.kind)}, {_group(row)}: latency is unknown. {row.link.refusal}"
             )
+
+
+def describe_transfers(bandwidth: Bandwidth) -> str:
+    """The source of the transfers and of the bus bandwidth."""
+    sources = dict.fromkeys(_TRANSFERS[row.transfer_from] for row in bandwidth.kinds)
+    steps = plural(bandwidth.num_steps, "step")
+    bounds = "".join(
+        f" {format_kind(row.kind).capitalize()}, {_group(row)}: without {row.num_bounds} of "
+        f"{row.num_events}, whose ends are upper bounds."
+        for row in bandwidth.kinds
+        if row.num_bounds
+    )
+    return (
+        f"Transfer, over {steps}: mean {'; '.join(sources)}. Bus: of all bytes in all transfers."
+        f"{bounds}"
+    )
 
 
 def _group(row: KindBandwidth) -> str:

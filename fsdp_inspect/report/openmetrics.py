@@ -288,7 +288,7 @@ def _of_units(run: MonitoredRun) -> Iterator[Family]:
                     getattr(unit, key) / _NS_PER_S,
                 )
                 for rank in run.ranks
-                if rank.numbers is not None
+                if rank.numbers is not None and (key == "exposed_ns" or rank.gather_method)
                 for unit in rank.numbers.units
             ),
         )

@@ -57,6 +57,8 @@ HOST_STOP_LOOKS = {kind: Look(name, "#6E747B", _WHITE) for kind, name in STOP_NA
 """The looks of garbage collections, compilations, ..., which overlap the other kinds."""
 EXPOSED = Look("exposed", "#76889A", _BLACK, hatched=True)
 """Waits for collectives of several kinds together."""
+LATE_RANKS = Look("waits for late ranks", EXPOSED.colour, EXPOSED.ink, hatched=True)
+"""The waits of a simulated step that no plan changes."""
 PHASE_LOOKS = {look.label: look for look in (FORWARD, BACKWARD, OPTIMIZER, DATA)}
 """Looks of the phases of a step, by name."""
 NEUTRAL = Look("", EXPOSED.colour, EXPOSED.ink)

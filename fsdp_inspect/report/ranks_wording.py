@@ -277,8 +277,10 @@ def describe_comparing(ranks: Ranks) -> str:
         lines.append(
             f"Collectives: {len(ranks.sampled_ranks)} of {len(ranks.ranks)} ranks in "
             f"{len(ranks.sampled_steps)} sampled steps, matched by process group and number. "
-            "Transfer: mean shortest duration over the ranks."
+            "Evaluation does not count. Transfer: mean shortest duration over the ranks."
         )
+    if any(row.transfer_ns is None for row in ranks.skews):
+        lines.append("A transfer is unknown if most ends are only upper bounds.")
     if ranks.clock_uncertainty_ns is not None:
         error = ranks.clock_uncertainty_ns
         lines.append(

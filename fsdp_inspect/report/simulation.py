@@ -199,7 +199,8 @@ def _memory(simulation: Simulation) -> Iterable[str]:
     place = f", at {format_unit(unit)}" if unit is not None else ""
     yield (
         f"Peak allocated: {format_bytes(before)} -> {format_bytes(after)}{place}. The simulated "
-        f"peak of the recorded plan has an error of {format_error(simulation.memory_error)}."
+        "peak of the recorded plan has an error of "
+        f"{format_error(simulation.memory_error)} against its memory step."
     )
     if simulation.execution == "stream":
         yield (

@@ -220,7 +220,7 @@ class BucketStep:
     exposed_ns: int
     """Waits for buckets in the step, and of ZeRO-3 for gathers too."""
     communication_ns: int
-    """The collectives in the step."""
+    """The collectives in the step, with the waits for ranks that work longer."""
     buckets: tuple[SimulatedBucket, ...]
     """The buckets of one backward, or the messages of a step of ZeRO-3, in order."""
     waits: tuple[tuple[int, int], ...] = ()
@@ -448,7 +448,7 @@ class BucketWork(MessageWork):
         return BucketStep(
             step_time_ns=round(self.step_time_ns - self.exposed_ns + exposed) + self.late_ns,
             exposed_ns=round(exposed) + self.late_ns,
-            communication_ns=round(per_step * sum(b.duration_ns for b in found)),
+            communication_ns=round(per_step * sum(b.duration_ns for b in found)) + self.late_ns,
             buckets=tuple(found),
             waits=tuple((first, last) for first, last in means if last > first),
         )
@@ -612,7 +612,7 @@ class FetchWork(MessageWork):
         return BucketStep(
             step_time_ns=round(self.step_time_ns - self.exposed_ns + waited) + self.late_ns,
             exposed_ns=round(waited) + self.late_ns,
-            communication_ns=sum(each.duration_ns for each in found),
+            communication_ns=sum(each.duration_ns for each in found) + self.late_ns,
             buckets=tuple(found),
         )
 

@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.last_arrivals import set_waits_apart
 from fsdp_inspect.analysis.memory.fit import measure_allocatable
+from fsdp_inspect.analysis.memory.peak import highest_peak_bytes
 from fsdp_inspect.analysis.shared_collectives import queue_up, take_turns
 from fsdp_inspect.analysis.step_selection import RankSteps, inspected_rank, sum_per_step
 from fsdp_inspect.analysis.trust import MAX_REPLAY_ERROR, Trust, measure_trust
 from fsdp_inspect.errors import MissingDataError
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import format_bytes, format_ratio, format_unit
 from fsdp_inspect.simulation.machine import HostMachine, Machine, StreamMachine
 from fsdp_inspect.simulation.network import (
     Network,
@@ -138,6 +139,8 @@ class RecordedWork:
     """The run's version of torch, which decides some defaults of a plan; zeros: unknown."""
     peak_bytes: int | None = None
     """The peak of the memory step behind the workload's memory; None: there is none."""
+    highest_peak_bytes: int | None = None
+    """The highest peak of all steps of the rank; None: unknown."""
     allocatable_bytes: int | None = None
     """The memory of a device that tensors can have; None: unknown."""
     kinds_ratios: tuple[float, ...] = (1.0,)
@@ -150,6 +153,23 @@ class RecordedWork:
     def memory_refusal(self) -> str | None:
         """Why the workload has no memory although the run has a memory step; None: it has one."""
         return self.trust.memory_refusal
+
+    def say_higher_peak(self) -> Iterator[str]:
+        """An assumption, if the rank's peak is higher than that of the simulated memory step.
+
+        Another step is higher, or another counter: a memory step may count storages.
+        """
+        simulated, highest = format_bytes(self.peak_bytes), format_bytes(self.highest_peak_bytes)
+        if (
+            self.workload.memory is not None
+            and self.trust.higher_peak_ratio
+            and (simulated != highest)
+        ):
+            yield (
+                f"Simulated peaks are those of the memory step, {simulated}. The recorded peak "
+                f"of all steps is {highest}: {format_ratio(self.trust.higher_peak_ratio)} more, "
+                "which the margin of a limit includes."
+            )
 
     def check_itself(self, simulated_ns: int) -> Trust:
         """The `trust` with the error of a simulation of the recorded plan.
@@ -274,6 +294,13 @@ def _expect_same_collectives(
     names = {unit.index: unit.fqn for unit in work.units}
     for unit, kind in sorted({*ran, *simulated}):
         count = ran[unit, kind] / len(work.steps)
+        if count != simulated[unit, kind] and run.manifest.shards_alone:
+            raise MissingDataError(
+                f"Run {run.manifest.run_id!r} cannot be simulated: each shard has one rank, so "
+                "FSDP gathers nothing, and all ranks are replicas. Expected shards of several "
+                "ranks. Record a run with a mesh that shards, or compare this one with "
+                "DistributedDataParallel."
+            )
         if count != simulated[unit, kind]:
             raise MissingDataError(
                 f"Run {run.manifest.run_id!r} cannot be simulated: the schedule model issues "
@@ -293,7 +320,12 @@ def _with_checked_memory(work: RecordedWork, simulated: int | None) -> RecordedW
     """
     if not work.peak_bytes or not simulated:
         return work
-    trust = replace(work.trust, memory_error=simulated / work.peak_bytes - 1)
+    highest = work.highest_peak_bytes or work.peak_bytes
+    trust = replace(
+        work.trust,
+        memory_error=simulated / work.peak_bytes - 1,
+        higher_peak_ratio=max(highest / work.peak_bytes - 1, 0.0),
+    )
     if trust.memory_refusal is not None:
         work = replace(work, workload=replace(work.workload, memory=None))
     return replace(work, trust=trust)
@@ -653,6 +685,7 @@ class _Builder:
             ),
             torch_release=self._run.manifest.torch_release,
             peak_bytes=None if memory is None else memory.peak_bytes,
+            highest_peak_bytes=highest_peak_bytes(self._run, self._rank),
             accumulation=_accumulation(self._run, self._readings[0], self._events),
         )
 

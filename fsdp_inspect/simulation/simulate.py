@@ -61,8 +61,9 @@ from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable, SummaryTable, rows_of
 
-_KEPT = "kept"
-"""The name of the part of a simulated step that no plan changes."""
+_LATE, _KEPT = "late_ranks", "kept"
+"""The names of the parts of a simulated step that no plan changes: the waits for ranks that work
+longer (`RecordedWork.late_ns`), and the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class SimulatedPlan:
     """Exposed time by `Cause`, causes above 0; every instant counts once. The waits for ranks that
     work longer (`RecordedWork.late_ns`) have the cause `straggler`."""
     communication_ns: int
+    """All collectives of the units, with the waits for ranks that work longer."""
     peak_bytes: int | None
     """Simulated peak allocated; None: the run has no memory step that records categories."""
     peak_unit: str | None
@@ -112,9 +114,9 @@ class SimulatedPlan:
     peak_categories: dict[str, int]
     """Bytes at the peak by `memory.Held`, above 0; they add up to `peak_bytes`."""
     parts_ns: dict[str, int]
-    """The step's breakdown by `StepPart`; it adds up to the step. What the simulation does not
-    divide is `kept`, which is more than the part `other` of a recorded step: it contains the waits
-    for ranks that work longer."""
+    """The step's breakdown by `StepPart`; it adds up to the step. The waits for ranks that work
+    longer are `late_ranks`. What the simulation does not divide is `kept`, which is more than the
+    part `other` of a recorded step."""
     units: tuple[UnitOfPlan, ...]
     """The units in the order of the workload."""
     events: EventTable | None
@@ -164,9 +166,9 @@ class Simulation(Result):
     replay_error: float
     """replayed / recorded - 1."""
     recorded_peak_bytes: int | None
-    """Measured peak of the memory step; None without one."""
+    """Measured: the highest peak of all steps of the rank; None: unknown."""
     memory_error: float | None
-    """replayed / recorded peak - 1."""
+    """The peak of `replayed` / that of the simulated memory step, - 1."""
     predicted: SimulatedPlan
     low_ns: int
     high_ns: int
@@ -316,7 +318,7 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         recorded_step_ns=work.step_time_ns,
         replayed=replayed,
         replay_error=trust.self_check_error,
-        recorded_peak_bytes=work.peak_bytes,
+        recorded_peak_bytes=work.highest_peak_bytes,
         memory_error=trust.memory_error,
         predicted=predicted,
         low_ns=low_ns,
@@ -326,11 +328,28 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
             *scenario.assumptions,
             *unknown_latencies(network),
             *say_waits_that_stay(work.late_ns),
+            *work.say_higher_peak(),
         ),
         caveats=(*trust.prediction_caveats, *_doubt_fit(work, predicted, replayed)),
         memory_refusal=work.memory_refusal or scenario.memory_refusal,
         plan=scenario.plan,
     )
+
+
+def peak_range(
+    peak: int, error: float | None, *, replayed: int | None, recorded: int | None
+) -> tuple[int, int]:
+    """The interval of a predicted peak, bytes, up to the highest step of the recorded plan.
+
+    Args:
+        peak: The predicted peak.
+        error: The error of the simulated peak (`Trust.memory_error`).
+        replayed: The simulated peak of the recorded plan.
+        recorded: Its highest measured peak.
+    """
+    low = abs(error or 0.0)
+    high = max(low, recorded / replayed - 1) if replayed and recorded else low
+    return peak - round(low * peak), peak + round(high * peak)
 
 
 def _doubt_fit(
@@ -396,7 +415,7 @@ def _simulate_plan(
         step_time_ns=step.duration_ns,
         exposed_ns=sum(parts[part] for part in EXPOSED_PART_CODES) + late_ns,
         causes_ns=_by_cause(waits.share_by_cause_ns) | late,
-        communication_ns=parts[StepPart.COMMUNICATION],
+        communication_ns=parts[StepPart.COMMUNICATION] + late_ns,
         peak_bytes=step.peak_bytes,
         peak_unit=units[step.peak_unit].fqn if step.peak_unit >= 0 else None,
         peak_categories={
@@ -405,7 +424,9 @@ def _simulate_plan(
             if amount
         },
         parts_ns={
-            _KEPT if part is StepPart.OTHER else part.label: parts[part] for part in PARTS_OF_STEP
+            **{part.label: parts[part] for part in PARTS_OF_STEP if part is not StepPart.OTHER},
+            _LATE: late_ns,
+            _KEPT: parts[StepPart.OTHER] - late_ns,
         },
         units=tuple(
             _describe(unit, workload.units[unit.index].gather_ns, rows, waits) for unit in numbered

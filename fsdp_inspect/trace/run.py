@@ -531,11 +531,18 @@ class RunManifest(Record):
         """Whether other plans can be simulated, as far as the manifest shows it.
 
         This requires a plan, which no import has, a sharder whose schedule is simulated, and that
-        all units are sharded.
+        all units are sharded over several ranks.
         """
-        is_sharded = not any(unit.is_replicated for unit in self.units)
+        is_sharded = not any(unit.is_replicated for unit in self.units) and not self.shards_alone
         is_known = bool(self.plan) and self.source != "imported"
         return is_known and is_sharded and self.sharder_traits.is_simulated
+
+    @property
+    def shards_alone(self) -> bool:
+        """Whether each shard of a mesh with replicas has one rank, so that FSDP gathers nothing."""
+        sizes = {group.index: len(group.ranks) for group in self.process_groups}
+        known = {sizes.get(unit.shard_group) for unit in self.units}
+        return self.world_size > 1 and known == {1}
 
     def name_category(self, category: str) -> str:
         """A memory category in the words of the run: without shards if all units are replicated."""

@@ -247,6 +247,16 @@ def test_a_limit_that_no_plan_keeps_is_said_with_the_smallest_peak():
     assert not advice.plan.fits
 
 
+def test_findings_keep_the_stated_limit_of_memory():
+    """Not that of the device, into which the model fits, and for which a batch may grow."""
+    run = open_run(SAMPLE.parent / "emulated-8-ranks-cuda")
+    for limit, is_within in ((None, True), (4 << 30, False)):
+        findings = advise_run(run, AdviceRequest(memory_limit=limit)).findings
+        assert ("R35" in {each.rule for each in findings}) == is_within
+        steps = " ".join(step for each in findings for step in each.do)
+        assert ("a larger microbatch" in steps) == is_within
+
+
 def test_a_backend_that_holds_the_host_gets_prefetch_only_with_asynchronous_gathers():
     run = as_run(blocks(6, compute_ns=10 * MS, link_ns=8 * MS), Execution.BLOCKING_HOST)
     advice = plan_advice(run)

@@ -1,16 +1,24 @@
 """The assumptions of a prediction, and its cost in compute."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fsdp_inspect.advice.advise import PlanAdvice
 from fsdp_inspect.advice.plan_simulator import Paid
-from fsdp_inspect.advice.prediction_creation import predict_advised
+from fsdp_inspect.advice.prediction_creation import (
+    PredictionOrigin,
+    make_prediction,
+    predict_advised,
+)
 from fsdp_inspect.advice.request import AdviceRequest
 from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.advice.suggestions import sum_gains
-from fsdp_inspect.simulation.recorded import Execution
+from fsdp_inspect.analysis.memory.peak import highest_peak_bytes
+from fsdp_inspect.simulation.recorded import Execution, measure_work, observed_plan
+from fsdp_inspect.simulation.simulate import simulate_plan
+from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunSource
 from tests.advice.test_advise import blocks
 from tests.simulation.test_recorded import MS, as_run
@@ -67,3 +75,27 @@ def test_the_prediction_of_some_changes_contains_their_gain(run, advised, take):
     saved_low_ns, saved_high_ns = sum_gains(advised.suggestions[:take], 0)
     assert step.low <= advised.replayed_step_ns - saved_high_ns
     assert step.high >= advised.replayed_step_ns - saved_low_ns
+
+
+def test_the_recorded_peak_is_that_of_all_steps_and_widens_the_predicted_one():
+    """The memory step of this run counts 5.96 GiB of storages, the CUDA allocator 6.02 GiB."""
+    run = open_run(Path(__file__).parents[2] / "samples" / "emulated-8-ranks-cuda")
+    simulation = simulate_plan(run, observed_plan(run))
+    highest = highest_peak_bytes(run)
+    assert simulation.recorded_peak_bytes == highest
+    assert simulation.memory_error == pytest.approx(0, abs=0.001)
+    assert any("is 6.02 GiB: 1.1% more" in each for each in simulation.assumptions)
+    assert measure_work(run).trust.memory_margin == pytest.approx(0.0309, abs=0.0005)
+    predicted = make_prediction(run, simulation, PredictionOrigin(made_by="simulate")).peak_bytes
+    assert predicted is not None
+    assert highest is not None
+    assert predicted.low <= predicted.value < highest <= predicted.high + 1
+    advised = advise_run(run, AdviceRequest()).plan
+    assert advised is not None
+    assert advised.recorded_peak_bytes == highest
+    fastest = advised.fastest
+    assert fastest.peak_bytes is not None
+    assert fastest.peak_high_bytes is not None
+    assert fastest.peak_high_bytes / fastest.peak_bytes == pytest.approx(
+        predicted.high / predicted.value
+    )

@@ -5,7 +5,7 @@ from fsdp_inspect.analysis.bandwidth import measure_bandwidth
 from fsdp_inspect.analysis.step_selection import timed_rank
 from fsdp_inspect.analysis.wait_causes import timed_collectives
 from fsdp_inspect.errors import IncompleteRunError
-from fsdp_inspect.trace.codes import EventKind, Method, Phase
+from fsdp_inspect.trace.codes import EventFlag, EventKind, Method, Phase
 from tests.builders import RunBuilder, steady_run
 
 
@@ -67,6 +67,20 @@ def test_a_collective_without_a_known_message_has_no_bandwidth():
     assert (barrier.num_events, barrier.group, barrier.group_size) == (1, None, None)
     assert (barrier.algorithm_bytes_per_s, barrier.transfer_ns, barrier.link) == (None, None, None)
     assert barrier.method == "host_blocking"
+
+
+@pytest.mark.parametrize(("num_bounds", "transfer_ns"), [(0, 400), (1, 100), (2, None)])
+def test_ends_that_are_upper_bounds_do_not_count_and_most_of_them_hide_the_rest(
+    num_bounds, transfer_ns
+):
+    builder, rank = one_step()
+    for number, length in enumerate((100, 100, 1000)):
+        flags = EventFlag.LATEST_END * (3 - number <= num_bounds)
+        rank.all_gather("layers.0", 2000 * number, 2000 * number + length, flags=flags)
+    gather = kinds_of(builder.build())["all_gather"]
+    assert (gather.num_events, gather.num_bounds) == (3, num_bounds)
+    assert gather.transfer_ns == transfer_ns
+    assert (gather.bus_bytes_per_s is None) == (gather.link is None) == (transfer_ns is None)
 
 
 def test_evaluation_does_not_count():

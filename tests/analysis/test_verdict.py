@@ -19,6 +19,7 @@ from fsdp_inspect.analysis.verdict import (
     give_verdict,
 )
 from fsdp_inspect.report.memory_wording import describe_growth
+from fsdp_inspect.trace.sharders import DDP, traits_of
 
 MS = 1_000_000
 GIB, MIB = 1 << 30, 1 << 20
@@ -382,13 +383,21 @@ def test_the_sentence_holds_the_number_and_the_why_the_owner():
 @pytest.mark.parametrize(
     ("changes", "saved"),
     [
-        ({"floor_ns": 2 * MS}, "6%"),
-        ({"floor_ns": 2 * MS, "num_units": 1, "largest_unit_ratio": 1.0}, "8%"),
+        ({"floor_ns": 2 * MS}, " Hiding waits saves at most 6%."),
+        (
+            {"floor_ns": 2 * MS, "num_units": 1, "largest_unit_ratio": 1.0},
+            " Hiding waits saves at most 8%.",
+        ),
+        (
+            {"floor_ns": 2 * MS, "num_units": 1, "sharder": traits_of(DDP)},
+            " Hiding waits saves at most 6%.",
+        ),
+        ({"knows_floor": False}, ""),
     ],
 )
 def test_compute_is_called_the_largest_part_beside_shorter_waits(changes, saved):
     verdict = give_verdict(facts(exposed_ns=8 * MS, compute_ns=84 * MS, **changes))
-    assert verdict.largest_part == (f"Compute takes 84%. Hiding waits saves at most {saved}.")
+    assert verdict.largest_part == f"Compute takes 84%.{saved}"
     assert not give_verdict(facts(exposed_ns=60 * MS, compute_ns=40 * MS)).largest_part
     assert not give_verdict(facts(data_ns=20 * MS)).largest_part
 

@@ -116,7 +116,7 @@ def test_runs_lists_every_run_with_its_status(open_app, runs_folder):
         "broken": "unreadable",
         "newer": "unreadable",
     }
-    assert "Fastest run: `" in read(app)
+    assert "Shortest step: " in read(app)
     assert app.expander[0].label == "2 runs cannot be read"
     assert "invalid JSON" in read(app)
 
@@ -151,7 +151,7 @@ def test_search_without_a_match_says_so(open_app, runs_folder):
 
 def test_the_fastest_run_is_one_among_runs_of_its_model(open_app):
     text = read(open_app(SAMPLES))
-    assert "Fastest run: `async-prefetch-2-ranks`" in text
+    assert ", of `async-prefetch-2-ranks`" in text
     assert "of its model" in text
 
 

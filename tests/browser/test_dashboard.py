@@ -28,7 +28,7 @@ def test_runs_lists_the_recorded_runs_and_a_click_opens_one(server, tab, recorde
     dashboard = tab(server)
     dashboard.open("")
     runs = list_runs(recorded_runs)
-    expect(dashboard.page.locator(".st-key-headline")).to_have_text(re.compile("^Fastest run: "))
+    expect(dashboard.page.locator(".st-key-headline")).to_have_text(re.compile("^Shortest step: "))
     dashboard.settle()
     assert dashboard.page.get_by_label(f"Search {len(runs)} runs").count() == 1
     table = dashboard.page.get_by_test_id("stDataFrame").first

@@ -56,7 +56,7 @@ def test_every_run_is_listed_with_its_status(states_server, tab, names):
         }"""
     )
     dashboard.settle()
-    assert dashboard.headline().startswith("Fastest run: ")
+    assert dashboard.headline().startswith("Shortest step: ")
     assert dashboard.page.get_by_label(f"Search {len(RUNS)} runs").count() == 1
     statuses = {cells[0]: cells[1] for cells in listed(dashboard)}
     assert statuses == {

@@ -24,6 +24,17 @@ def test_the_recorded_plan_changes_nothing(invoke):
     assert sum(result["predicted"]["parts_ns"].values()) == result["predicted"]["step_time_ns"]
 
 
+def test_exposed_communication_is_a_part_of_communication_and_of_the_step(invoke):
+    sample = SAMPLE.with_name("hsdp-4-ranks")
+    plan = json.loads(invoke("simulate", sample, "--json").out)["predicted"]
+    parts = plan["parts_ns"]
+    exposed = [ns for name, ns in parts.items() if name.startswith("exposed_")]
+    assert parts["late_ranks"] == plan["causes_ns"]["straggler"] > 0
+    assert sum(exposed) + parts["late_ranks"] == plan["exposed_ns"] <= plan["communication_ns"]
+    assert sum(parts.values()) == plan["step_time_ns"]
+    assert "waits for late ranks" in invoke("simulate", sample).out
+
+
 def test_blocks_that_stay_unsharded_are_gathered_once(invoke):
     options = ("--reshard-after-forward", "false", "--json")
     result = json.loads(invoke("simulate", SAMPLE, *options).out)

@@ -1,7 +1,9 @@
 """The class, the ranks and the certainty of a diagnosis, from hand-made boxes and records."""
 
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +93,21 @@ def test_a_run_that_ended_in_order_is_healthy() -> None:
     done = dict.fromkeys(RANKS, RunStatus.COMPLETE)
     found = diagnose(run_of({rank: make_box(DONE, RANKS) for rank in RANKS}, done))
     assert (found.status, found.problem) == (Status.HEALTHY, None)
+
+
+def test_a_damaged_file_of_a_healthy_run_is_said(tmp_path: Path) -> None:
+    sample = Path(__file__).parents[2] / "samples" / "tiny-2-ranks"
+    shutil.copytree(sample, tmp_path / "run")
+    assert diagnose(open_run(tmp_path / "run")).damage == ()
+    for file in (tmp_path / "run").rglob("rank-00000/events.parquet"):
+        file.write_bytes(b"")
+    run = open_run(tmp_path / "run")
+    found = diagnose(run)
+    [reason] = found.damage
+    assert found.status is Status.HEALTHY
+    assert "events.parquet cannot be decoded" in reason
+    assert any(reason in line for line in describe_diagnosis(found).evidence)
+    assert reason in run.notes
 
 
 def test_a_hang_that_ended_before_the_watchdog_looked_again_is_no_hang() -> None:
@@ -1080,9 +1097,12 @@ def test_of_ranks_in_a_circle_the_one_without_a_batch_had_fewer() -> None:
 
 def test_an_import_that_knows_nothing_of_its_ranks_lists_none(tmp_path):
     write_imported(tmp_path / "run", tmp_path / "traces")
-    text = text_of(render_diagnosis(Run(open_run(tmp_path / "run")).diagnose()))
+    found = Run(open_run(tmp_path / "run")).diagnose()
+    text = text_of(render_diagnosis(found))
     assert text.startswith("Cannot tell: an imported trace does not show how the ranks ended.")
     assert "Rank" not in text
+    [step] = describe_diagnosis(replace(found, missing_ranks=(1,))).next
+    assert step.startswith("Diagnose what shows the end: the folder of a run")
 
 
 GLOO_LIMIT = "[unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete"

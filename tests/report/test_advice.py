@@ -189,6 +189,25 @@ def test_a_limit_of_memory_has_its_plan_beside_a_finding(advice: Advice) -> None
     assert "--write FILE saves the plan." in text
 
 
+@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize(
+    ("fits", "limit", "above"),
+    [
+        (False, 20 * MIB, "No simulated plan fits into 20.0 MiB."),
+        (True, 20 * MIB, "The recorded plan exceeds 20.0 MiB."),
+        (True, None, ""),
+    ],
+)
+def test_a_limit_of_memory_is_answered_below_a_finding(
+    advice: Advice, fits: bool, limit: int | None, above: str, details: bool
+) -> None:
+    assert advice.plan is not None
+    plan = replace(advice.plan, memory_limit_bytes=limit, fits=fits)
+    limited = replace(advice, findings=(STRAGGLER,), answer=STRAGGLER.sentence, plan=plan)
+    lines = read(limited, details=details)
+    assert lines[1] == above
+
+
 def test_the_only_change_that_fits_the_limit_is_shown(advice: Advice) -> None:
     """It costs time, so no gain recommends it."""
     assert advice.plan is not None

@@ -203,6 +203,11 @@ def test_shortened_names_stay_distinct_and_end_as_their_originals(names, longest
         pytest.param(
             ["a_very_long_name_without_dots"], ["a_very_long_name_without_dots"], id="flat"
         ),
+        pytest.param(
+            ["all_reduce 25.0 MiB", "all_reduce 25.3 MiB (2)"],
+            ["all_reduce 25.0 MiB", "all_reduce 25.3 MiB (2)"],
+            id="the dot of a number",
+        ),
     ],
 )
 def test_names_lose_the_prefix_that_they_share(names, shown):

@@ -60,6 +60,18 @@ def test_a_run_is_told_by_rank_and_unit_in_seconds_and_bytes() -> None:
     assert found["fsdp_logged"].value(name="loss", rank="1") == 1.0
 
 
+def test_a_run_without_gathers_has_no_time_of_gathers() -> None:
+    builder = RunBuilder()
+    for rank in (0, 1):
+        for step in range(3):
+            start = 1000 * step
+            builder.rank(rank).step(step, start, start + 1000)
+            builder.rank(rank).all_reduce("layers.0", start, start + 100, need=start)
+    found = parse(render(builder.build()))
+    assert "fsdp_unit_exposed_seconds" in found
+    assert "fsdp_unit_all_gather_seconds" not in found
+
+
 def test_units_of_one_name_are_told_apart() -> None:
     run = steady_run()
     units = [unit.model_copy(update={"fqn": ""}) for unit in run.manifest.units]

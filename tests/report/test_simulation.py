@@ -29,7 +29,7 @@ def test_an_error_that_rounds_to_nothing_has_no_sign(simulation: Simulation) -> 
     )
     shown = text_of(render_simulation(close), width=400)
     assert "measured at 101 ms, an error of 0.0%." in shown
-    assert "peak of the recorded plan has an error of 0.0%." in shown
+    assert "peak of the recorded plan has an error of 0.0% against its memory step." in shown
 
 
 def test_without_a_memory_step_it_is_said_what_to_record(simulation: Simulation) -> None:

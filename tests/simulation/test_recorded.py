@@ -205,6 +205,21 @@ def test_a_run_with_other_collectives_than_the_schedule_is_refused():
         measure_work(without)
 
 
+def test_shards_of_one_rank_gather_nothing_and_are_refused_by_name():
+    run = as_run(simple(3), Execution.BLOCKING_HOST)
+    [group, *_] = run.manifest.process_groups
+    alone = group.model_copy(update={"ranks": [0]})
+    events = run.event_tables[0]
+    lone = replace(
+        run,
+        manifest=run.manifest.model_copy(update={"process_groups": [alone]}),
+        event_tables={0: events.where(events.kind != EventKind.ALL_GATHER)},
+    )
+    assert (run.manifest.can_rank_plans, lone.manifest.can_rank_plans) == (True, False)
+    with pytest.raises(MissingDataError, match="each shard has one rank, so FSDP gathers nothing"):
+        measure_work(lone)
+
+
 @given(workload=programs().filter(lambda drawn: drawn.passes[0].tape[0] == (Op.ENTER, 0)))
 @settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_any_program_of_a_root_plays_again_in_its_own_time(workload: Workload):

@@ -482,9 +482,9 @@ def memory_statistics(run: RunSource, *, without: Collection[int] = ()) -> Stati
     return condense_memory(lambda kind: rows_of(parts, kinds=[kind]), warm)
 
 
-def highest_peak_bytes(run: RunSource) -> int | None:
-    """Return the highest peak allocated over the recorded ranks; None without memory."""
+def highest_peak_bytes(run: RunSource, rank: int | None = None) -> int | None:
+    """Return the highest peak allocated over a rank or all recorded ranks; None without memory."""
     rows = memory_statistics(run)
-    recorded = [record.rank for record in run.ranks]
+    recorded = [record.rank for record in run.ranks] if rank is None else [rank]
     peaks = rows.bytes[(rows.kind == StepPart.PEAK_ALLOCATED) & np.isin(rows.rank, recorded)]
     return int(peaks.max()) if len(peaks) else None

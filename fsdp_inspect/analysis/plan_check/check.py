@@ -28,7 +28,14 @@ from fsdp_inspect.analysis.plan_check.collective_counts import (
 from fsdp_inspect.analysis.plan_check.unit_waste import PlanFinding, find_waste
 from fsdp_inspect.analysis.step_selection import select_steps
 from fsdp_inspect.errors import PlanError
-from fsdp_inspect.formatting import format_bytes, format_steps, format_unit, listed, plural
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_count,
+    format_steps,
+    format_unit,
+    listed,
+    plural,
+)
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunManifest, RunSource
@@ -271,7 +278,8 @@ def _prefetched_in_vain(counts: Sequence[UnitCount], *, num_steps: int) -> Itera
             "R11",
             tuple(count.unit.fqn for count in found),
             False,
-            f"is prefetched in backward without a use ({number / num_steps:.1f} all-gathers and "
+            "is prefetched in backward without a use "
+            f"({format_count(number / num_steps)} all-gathers and "
             f"{format_bytes(size / num_steps)} a step in all): torch follows the order of all "
             f"forwards, also of those without a backward{also}",
         )

@@ -23,6 +23,7 @@ from fsdp_inspect.analysis.shared_collectives import (
     queue_up,
 )
 from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.codes import EventFlag, Phase
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.trace.tables import EventTable, Rows
 
@@ -56,6 +57,11 @@ class Arrivals(Rows):
     def aligned(self) -> "Arrivals":
         """Return the collectives with a known arrival of at least two ranks."""
         return self.where((self.arrival_ns != NEVER).sum(axis=1) > 1)
+
+    def timed(self) -> "Arrivals":
+        """Return the collectives whose end is not only an upper bound, if they are most of them."""
+        is_bound = (self.rows.flags & EventFlag.LATEST_END) != 0
+        return self.where(~is_bound & (2 * np.count_nonzero(is_bound) <= len(self)))
 
     def first_ns(self) -> _Int64:
         """Return the arrival of the first rank, shape (C,). Requires collectives of `aligned()`."""
@@ -119,6 +125,8 @@ def find_arrivals(
 ) -> Arrivals:
     """Measure the arrivals of some ranks at the collectives at which they wait for each other.
 
+    Collectives of evaluations do not count.
+
     Args:
         run: A recorded run.
         ranks: The R ranks; their events in `steps` are read.
@@ -170,7 +178,7 @@ def _of_rank(
     arrival = alignment.to_reference(rank, turn) if is_aligned else np.full(len(rows), NEVER)
     duration = np.maximum(rows.end_ns - turn, 0)
     part = _RankPart(matching.keys(rows, rank), arrival, duration, rows)
-    return part.where(part.key != NO_KEY)
+    return part.where((part.key != NO_KEY) & (rows.phase != Phase.EVALUATION))
 
 
 def _connected(parts: Sequence[_RankPart]) -> list[_RankPart]:

@@ -196,8 +196,8 @@ class CollectiveSkew:
     skew_ns: int | None
     """Median time from the first to the last arrival; None if clocks are not aligned."""
     skew_p90_ns: int | None
-    transfer_ns: int
-    """Mean, as in `analysis.bandwidth`."""
+    transfer_ns: int | None
+    """Mean, as in `analysis.bandwidth`; None if the ends of most are only upper bounds."""
     skewed_ratio: float | None
     """Fraction of these collectives whose skew is longer than their transfer."""
     bus_bytes_per_s: float | None
@@ -431,6 +431,7 @@ def _busiest_ratios(members: Sequence[RankSteps]) -> dict[int, float]:
 
 
 def _skewed_ratio(aligned: Arrivals) -> float | None:
+    aligned = aligned.timed()
     if len(aligned) == 0:
         return None
     return float(np.count_nonzero(aligned.skew_ns() > aligned.transfer_ns) / len(aligned))
@@ -447,7 +448,8 @@ def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, 
         aligned = own.aligned()
         skew = aligned.skew_ns() if len(aligned) else np.empty(0, dtype=np.int64)
         num_ranks = len(matching.members(group, arrivals.ranks[0]))
-        transfer = round(own.transfer_ns.mean()) if len(own) else 0
+        timed = own.timed()
+        transfer = round(timed.transfer_ns.mean()) if len(timed) else None
         factor = bus_factor(kind, num_ranks)
         skews.append(
             CollectiveSkew(

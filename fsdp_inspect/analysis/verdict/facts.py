@@ -157,6 +157,8 @@ class StepFacts:
     exposed_ns: int
     floor_ns: int
     other_ns: int
+    knows_floor: bool = True
+    """False: `floor_ns` is 0 because the events of the rank are missing."""
     host_behind_ns: int = 0
     """Upper bound of the device's idle time for lack of work; see [Note: the host behind the
     device] in `store.reduction.step_parts`."""
@@ -308,6 +310,14 @@ class StepFacts:
     def avoidable_ns(self) -> int:
         """Exposed time that some change can hide. In an unwrapped model, this is all of it."""
         return self.exposed_ns if self.is_unwrapped else self.exposed_ns - self.floor_ns
+
+    @property
+    def hideable_ns(self) -> int | None:
+        """Exposed time that compute can hide; None: unknown. Buckets only shorten their floor."""
+        if not self.knows_floor:
+            return None
+        splits_units = self.is_unwrapped and self.sharder.units_have_passes
+        return self.exposed_ns - (0 if splits_units else self.floor_ns)
 
     @property
     def balanced_ns(self) -> int | None:

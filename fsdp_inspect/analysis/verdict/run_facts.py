@@ -216,6 +216,7 @@ def _measure_times(answers: Answers, times: _Times) -> dict[str, Any]:
         "host_behind_ns": times.host_behind_ns,
         "exposed_ns": times.exposed_ns,
         "floor_ns": min(floor, times.exposed_ns),
+        "knows_floor": answers.exposed is not None,
         "other_ns": 0 if is_kernel_trace else other,
     }
 

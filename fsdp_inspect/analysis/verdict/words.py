@@ -110,10 +110,10 @@ def phrase_largest_part(limit: Limit, facts: StepFacts) -> str:
     if limit not in OF_WAITS or facts.compute_ns <= facts.exposed_ns:
         return ""
     takes = "Forward, backward and optimizer take" if facts.blocks_host else "Compute takes"
-    return (
-        f"{takes} {_ratio(facts, facts.compute_ns)}. Hiding waits saves at most "
-        f"{_ratio(facts, max(facts.avoidable_ns, 0))}."
-    )
+    largest = f"{takes} {_ratio(facts, facts.compute_ns)}."
+    if facts.hideable_ns is None:
+        return largest
+    return f"{largest} Hiding waits saves at most {_ratio(facts, max(facts.hideable_ns, 0))}."
 
 
 def _ratio(facts: StepFacts, duration_ns: int) -> str:
@@ -317,6 +317,12 @@ def _say_behind(facts: StepFacts) -> str:
         "has passed a mark, and the host has not issued the next one. It launches slowly, or waits "
         "for a result."
     )
+
+
+def leave_out_larger_microbatch(step: str) -> str:
+    """A next step without a larger microbatch, for a run that exceeds its limit of memory."""
+    step = step.replace(", a larger microbatch, or", " or").replace(", a larger microbatch", "")
+    return step.replace("A larger microbatch, or gradient", "Gradient")
 
 
 def _phrase_host_or_compute(facts: StepFacts) -> Words:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.contention import measure_contention
+from fsdp_inspect.analysis.memory.peak import highest_peak_bytes
 from fsdp_inspect.analysis.provenance import measure_provenance
 from fsdp_inspect.analysis.scalars import measure_loss
 from fsdp_inspect.analysis.step_times import measure_overlap
@@ -33,11 +34,9 @@ from fsdp_inspect.comparison.verification.judgement import (
     judge_time,
     judge_together,
 )
-from fsdp_inspect.errors import IncompleteRunError, MissingDataError
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, format_signed
 from fsdp_inspect.results import Result
 from fsdp_inspect.simulation.predictions.records import Estimate, Outcome, Prediction, Ruling, now
-from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.trace.run import RunSource
@@ -259,18 +258,10 @@ def _measure(run: RunSource, prediction: Prediction) -> _Measured:
         compute_ns=sum(step.duration_ns(part) for part in _COMPUTE) if step else None,
         host_ns=sum(step.duration_ns(part) for part in _BESIDE_COMPUTE) if step else None,
         run_delay=measure_trust(run).run_delay,
-        peak_bytes=_measure_peak(run, prediction.rank),
+        peak_bytes=highest_peak_bytes(run, prediction.rank),
         methods=provenance.methods,
         memory=provenance.memory or "",
     )
-
-
-def _measure_peak(run: RunSource, rank: int) -> int | None:
-    """The peak of the rank's memory step, as in the prediction."""
-    try:
-        return measure_work(run, rank=rank).peak_bytes
-    except (MissingDataError, IncompleteRunError):
-        return None
 
 
 _UNTOLD = Ruling.CANNOT_BE_TOLD

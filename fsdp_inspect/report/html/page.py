@@ -51,6 +51,7 @@ from fsdp_inspect.report.charts.results import (
     draw_step_times,
 )
 from fsdp_inspect.report.diagnosis import DiagnosisText, describe_diagnosis
+from fsdp_inspect.report.exposed import describe_transfers
 from fsdp_inspect.report.ranks_wording import describe_answer
 from fsdp_inspect.report.wording import (
     describe_typical,
@@ -230,6 +231,7 @@ def _environment() -> Environment:
         "markup": Markup,
         "kind": format_kind,
         "words": lambda name: name.replace("_", " "),
+        "cause": formatting.format_cause,
         "method": format_method,
         "category": formatting.format_category,
         "metric": lambda value, name: format_metric(name, value),
@@ -244,6 +246,7 @@ def _environment() -> Environment:
         "version": __version__,
         "wording": wording,
         "describe_ranks": describe_answer,
+        "describe_transfers": describe_transfers,
         "describe_typical": describe_typical,
         "describe_sharding": describe_sharding,
         "part_look": lambda name: palette.PART_LOOKS[_PARTS[name]],

@@ -242,9 +242,14 @@ class SliceNamer:
         waits = _Waits.of(events)
         rates = bus_bytes_per_s(events, self.manifest.process_groups)
         widths = _issue_widths(events)
+        between = events.where(events.kind == EventKind.BETWEEN_STEPS)
+        between_ns = int((between.end_ns - between.start_ns).sum())
         slices: list[Slice] = []
         for position, row in enumerate(_rows(events)):
             args = self._describe(row)
+            if row["kind"] == EventKind.STEP and between_ns:
+                args["between_steps_ns"] = between_ns
+                args["step_time_ns"] = row["end_ns"] - row["start_ns"] - between_ns
             if row["kind"] in COLLECTIVES:
                 rate, wait = rates[position], waits.of_event(position)
                 args["bus_bytes_per_s"] = None if np.isnan(rate) else round(float(rate))
@@ -315,7 +320,7 @@ class SliceNamer:
             "unit": self._fqns.get(row["unit"]),
             "step": row["step"],
             "microbatch": row["microbatch"] or None,
-            "phase": _PHASES.get(row["phase"]),
+            "phase": None if row["flags"] & EventFlag.CHECKPOINT else _PHASES.get(row["phase"]),
             "source": _SOURCES.get(row["source"]),
             "method": _METHODS.get(row["method"]),
             "flags": _flag_words(row["flags"]),

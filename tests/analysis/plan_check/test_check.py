@@ -429,11 +429,11 @@ def test_gathered_bytes_are_the_padded_parameters_in_their_dtype(name):
 
 def test_a_prefetch_that_an_evaluation_misleads_is_expected_and_named():
     """torch prefetches the evaluation's last unit in the first backward after it."""
-    builder = trained(reshard=True)
+    builder = trained(num_steps=20, reshard=True)
     rank = builder.rank(0)
-    rank.add(EventKind.FORWARD, 1001, 1002, unit="layers.1", phase=Phase.EVALUATION)
+    rank.add(EventKind.FORWARD, 19_001, 19_002, unit="layers.1", phase=Phase.EVALUATION)
     rank.all_gather(
-        "layers.1", 1062, 1063, phase=Phase.BACKWARD, issued_by=0, flags=EventFlag.PREFETCHED
+        "layers.1", 19_062, 19_063, phase=Phase.BACKWARD, issued_by=0, flags=EventFlag.PREFETCHED
     )
 
     check = check_plan(builder.build())
@@ -441,7 +441,7 @@ def test_a_prefetch_that_an_evaluation_misleads_is_expected_and_named():
     assert check.is_consistent is True
     (finding,) = check.findings
     assert finding.fqns == ("layers.1",)
-    assert "is prefetched in backward without a use" in finding.sentence
+    assert "is prefetched in backward without a use (0.05 all-gathers and" in finding.sentence
     assert finding.sentence.endswith("all forwards, also of those without a backward")
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from fsdp_inspect.analysis.clocks.alignment import Alignment, align_clocks
 from fsdp_inspect.analysis.stragglers.arrivals import NEVER, Lateness, find_arrivals
+from fsdp_inspect.trace.codes import EventFlag, Phase
 from tests.builders import RunBuilder
 
 
@@ -50,6 +51,25 @@ def test_transfers_are_known_without_clocks_and_arrivals_are_not(run):
     assert (arrivals.arrival_ns == NEVER).all()
     assert len(arrivals.aligned()) == 0
     assert Lateness(arrivals).typical_ns(1) is None
+
+
+@pytest.mark.parametrize(("num_bounds", "num_timed"), [(0, 3), (1, 2), (2, 0)])
+def test_an_end_that_is_an_upper_bound_is_no_transfer_and_evaluation_is_left_out(
+    num_bounds, num_timed
+):
+    builder = RunBuilder()
+    for rank in (0, 1):
+        one = builder.rank(rank)
+        one.step(0, 0, 500)
+        for place in range(3):
+            flags = EventFlag.LATEST_END * (place < num_bounds)
+            start = 100 * place
+            one.all_gather("layers.0", start, start + 50, sequence=place, flags=flags)
+        one.all_gather("layers.0", 400, 450, sequence=3, phase=Phase.EVALUATION)
+    run = builder.build()
+    arrivals = find_arrivals(run, (0, 1), [0], align_clocks(run))
+    assert len(arrivals) == 3
+    assert len(arrivals.timed()) == num_timed
 
 
 def test_no_ranks_have_no_arrivals(run):

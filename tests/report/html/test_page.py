@@ -10,6 +10,7 @@ from fsdp_inspect.formatting import (
     format_ratio,
     format_unit,
 )
+from fsdp_inspect.report.exposed import describe_transfers
 from fsdp_inspect.report.html import (
     read_comparison,
     read_contents,
@@ -65,6 +66,21 @@ def test_causes_have_their_time_and_their_fraction_of_the_exposed_time(contents)
     for cause, duration in exposed.causes_ns.items():
         share = format_ratio(duration / exposed.exposed_ns)
         assert f"{format_cause(cause)} {format_ns(duration)} {share}" in plain
+
+
+def test_a_wait_for_the_last_rank_calls_no_rank_a_straggler(contents):
+    waits = contents.waits.exposed.evidence
+    last = [ns for wait in waits for cause, ns in wait.causes_ns.items() if cause == "straggler"]
+    text = Page(render_run(contents)).text.replace("\N{NO-BREAK SPACE}", " ")
+    assert last
+    assert all(f"waiting for the last rank {format_ns(ns)}" in text for ns in last)
+    assert not any(f"straggler {format_ns(ns)}" in text for ns in last)
+
+
+def test_a_transfer_is_the_mean_of_the_shortest_durations(contents):
+    text = Page(render_run(contents)).text
+    assert "median transfer" not in text
+    assert describe_transfers(contents.waits.bandwidth) in text
 
 
 def test_a_report_says_how_its_numbers_were_obtained(contents):

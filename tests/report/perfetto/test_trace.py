@@ -11,7 +11,7 @@ from fsdp_inspect.errors import ExportError, IncompleteRunError, MissingDataErro
 from fsdp_inspect.report.perfetto import packets, write_perfetto
 from fsdp_inspect.report.selection import select
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.trace.codes import EventKind, MemoryPoint, Stream
+from fsdp_inspect.trace.codes import EventFlag, EventKind, MemoryPoint, Phase, Stream
 from tests.builders import RunBuilder, add_steady_step, steady_run
 from tests.cases import examples
 from tests.report.perfetto.trace_reader import read_packets, read_trace
@@ -156,6 +156,18 @@ def test_steps_say_why_they_are_not_timed(tmp_path):
     _, trace = export(steady_run(), tmp_path, ranks=[0])
     names = [one.name for one in trace.on("step")]
     assert names == ["step 0 (warm-up, not timed)", "step 1", "step 2", "step 3"]
+
+
+def test_a_step_says_its_time_between_steps_and_a_checkpoint_is_no_evaluation(tmp_path):
+    builder = RunBuilder()
+    rank = builder.rank(0)
+    rank.step(0, 0, 1000)
+    rank.add(EventKind.BETWEEN_STEPS, 0, 300, phase=Phase.EVALUATION, flags=EventFlag.CHECKPOINT)
+    _, trace = export(builder.build(), tmp_path)
+    [step] = trace.on("step")
+    assert (step.args["between_steps_ns"], step.args["step_time_ns"]) == (300, 700)
+    [checkpoint] = [one for one in trace.slices if "CHECKPOINT" in str(one.args).upper()]
+    assert "phase" not in checkpoint.args
 
 
 def test_memory_is_a_counter_without_what_one_unit_owns(tmp_path):

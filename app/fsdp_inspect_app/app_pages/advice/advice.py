@@ -14,6 +14,7 @@ from fsdp_inspect.formatting import format_bytes, format_ns, format_unit, plural
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.report.advice import (
     describe_effect,
+    describe_exceeded_limit,
     describe_gain,
     describe_plan_for_limit,
     describe_plan_peak,
@@ -72,7 +73,6 @@ from fsdp_inspect_app.cards import (
     show_title,
 )
 from fsdp_inspect_app.drawn_chart import Click
-from fsdp_inspect_app.empty_states import show_why_not_simulated
 from fsdp_inspect_app.knob_widgets import show_knob, show_prediction_button
 from fsdp_inspect_app.knobs import KNOBS_OF_LINK, PLAN_FILE, network_of, pack_plan
 from fsdp_inspect_app.selection import entry_or_stop, follow, link, page_link, pick
@@ -110,6 +110,8 @@ def show_page(entry: RunEntry, run: Run) -> None:
     advice = advice_of(entry, question.request)
     with answer:
         show_headline(plain(advice.answer))
+        for line in describe_exceeded_limit(advice):
+            show_text(plain(line))
         _show_recommended(advice, question, run.manifest, run.summary())
         larger = find_larger(advice)
         if larger is not None:
@@ -247,7 +249,6 @@ def _show_refusal(advice: Advice, manifest: RunManifest) -> None:
         show_text(plain(advice.refusal or ""))
         if traits.has_messages:
             page_link("what_if")
-        show_why_not_simulated(manifest)
 
 
 # --- findings

@@ -433,8 +433,8 @@ def _show_places(overview: MemoryOverview) -> None:
         show_csv_button(frame, key="memory-places-rows")
         show_table(frame, key="memory-places-table", alt=title)
         show_note(
-            "Position: the innermost unit on the host's stack, over all steps\\. The unit may own "
-            "none of the memory\\."
+            "Position: the innermost unit on the host's stack, over all steps with readings\\. "
+            "The unit may own none of the memory\\."
         )
 
 

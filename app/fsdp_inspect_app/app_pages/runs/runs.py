@@ -110,14 +110,14 @@ def _answer(found: KnownRuns) -> str:
     if len(kinds) > 1 and number == 1:
         return f"{plural(len(timed), 'run')} of different models\\."
     alike = [r for r in timed if (found.rows[r]["model"], found.rows[r]["num_parameters"]) == kind]
-    fastest = min(alike, key=lambda run: timed[run])
-    step = plain(format_ns(timed[fastest]))
+    shortest = min(alike, key=lambda run: timed[run])
+    step = plain(format_ns(timed[shortest]))
     if not found.is_complete:
-        return f"Fastest run so far: {code(run_name(fastest))}, {step} per step\\."
+        return f"Shortest step so far: {step}, of {code(run_name(shortest))}\\."
     if len(timed) == 1:
-        return f"{code(run_name(fastest))} takes {step} per step\\."
-    among = f", among {number} of its model" if len(kinds) > 1 else ""
-    return f"Fastest run: {code(run_name(fastest))}, {step} per step{among}\\."
+        return f"{code(run_name(shortest))} takes {step} per step\\."
+    among = f", among {number} runs of its model" if len(kinds) > 1 else ""
+    return f"Shortest step: {step}, of {code(run_name(shortest))}{among}\\."
 
 
 def _show_foreign(foreign: Sequence[str]) -> None:

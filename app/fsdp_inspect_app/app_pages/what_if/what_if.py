@@ -59,7 +59,6 @@ from fsdp_inspect_app.cards import (
     show_text,
     show_tiles,
 )
-from fsdp_inspect_app.empty_states import show_why_not_simulated
 from fsdp_inspect_app.knob_widgets import show_knob, show_prediction_button
 from fsdp_inspect_app.knobs import (
     AS_RECORDED,
@@ -100,14 +99,9 @@ def show_page(entry: RunEntry, run: Run) -> None:
         else:
             _show_prepared(entry, run, loading.result_of(entry, prepare))
     except (MissingDataError, PlanError) as error:
-        _show_refusal(name_run(str(error), str(entry.path)), run.manifest)
+        show_headline("This run cannot be simulated\\.")
+        st.info(plain(name_run(str(error), str(entry.path))), icon=":material/info:")
     show_capacity_search(str(run.manifest.config.get("preset")))
-
-
-def _show_refusal(reason: str, manifest: RunManifest) -> None:
-    show_headline("This run cannot be simulated\\.")
-    st.info(plain(reason), icon=":material/info:")
-    show_why_not_simulated(manifest)
 
 
 @st.fragment
@@ -253,8 +247,8 @@ def _show_numbers(simulation: Simulation) -> None:
         Tile(
             "Predicted peak",
             format_bytes(after.peak_bytes),
-            f"recorded plan: {format_bytes(before.peak_bytes)}",
-            "Predicted peak of allocated memory.",
+            f"recorded plan, simulated: {format_bytes(before.peak_bytes)}",
+            "Predicted peak of allocated memory in a step like the memory step.",
         ),
         _tile_of_check(
             simulation.replay_error,
@@ -314,8 +308,8 @@ def _show_peaks(simulation: Simulation) -> None:
         key="peaks",
         alt=f"Two bars: the recorded plan's peak of {format_bytes(before.peak_bytes)} and the "
         f"predicted one of {format_bytes(after.peak_bytes)}, split by category",
-        note="Predicted from all allocations of the step. The error for the recorded plan is "
-        f"{format_error(simulation.memory_error)}.",
+        note="Predicted from all allocations of the step. The error for the recorded plan, against "
+        f"its memory step, is {format_error(simulation.memory_error)}.",
     )
 
 
