@@ -17,6 +17,7 @@ from fsdp_inspect.trace.correctness import RoundSeen, StreakSeen, WindowSeen, Wi
 
 _PARAMETERS = 8
 _VALUES = 8
+_SPREAD = 64
 _UPDATES = 8
 _OPTIMIZERS = 4
 _USUAL = 4
@@ -272,14 +273,20 @@ def mark_of(gradient: torch.Tensor | None) -> Mark:
 
 def state_of(parameter: torch.Tensor) -> Mark:
     """What changes when a parameter is changed in place, also through `.data` on CPU."""
-    return *versions_of(parameter), *_first_values(local_part(parameter))
+    local = local_part(parameter)
+    return *versions_of(parameter), *_read(local, max(local.numel() // _SPREAD, 1), _SPREAD)
 
 
 def _first_values(local: torch.Tensor) -> list[float]:
     """A few values; none if reading them would wait or copy."""
+    return _read(local, 1, _VALUES)
+
+
+def _read(local: torch.Tensor, distance: int, most: int) -> list[float]:
+    """Values at equal distances; none if reading them would wait or copy."""
     is_readable = local.device.type == "cpu" and local.is_contiguous()
     is_readable = is_readable and local.untyped_storage().size() > 0  # FSDP1 frees storages
-    return local.detach().view(-1)[:_VALUES].tolist() if is_readable else []
+    return local.detach().view(-1)[::distance][:most].tolist() if is_readable else []
 
 
 def _is_zero(gradient: torch.Tensor | None) -> bool:

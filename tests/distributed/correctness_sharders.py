@@ -476,7 +476,7 @@ def scaled(folder: Path, sharder: str, clip: Callable[[Setup, Any], None]) -> No
             setup.optimizer.zero_grad()
 
 
-@loop("fsdp2", "ddp", mistake="Rank 1 left out updates that rank 0 made.")
+@loop("fsdp2", "fsdp1", "ddp", mistake="Rank 1 left out updates that rank 0 made.")
 def updated_on_rank_0_only(folder: Path, sharder: str) -> None:
     setup = Setup(sharder)
     with fsdp_inspect.Recorder(setup.model, path=folder, print_verdict=False) as recorder:
