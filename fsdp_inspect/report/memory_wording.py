@@ -181,15 +181,19 @@ def _settings(reserved: ReservedPrediction) -> str:
     )
 
 
-def describe_process_growth(process: ProcessGrowth | None) -> str:
-    """Describe a growth of the process, of which tensors are a part."""
-    if process is None:
+def describe_process_growth(process: ProcessGrowth | None, growth: MemoryGrowth | None) -> str:
+    """Describe a growth of the process, of which tensors are a part: `growth` tells theirs."""
+    if process is None or (growth is not None and growth.grows):
         return ""
+    tensors = (
+        f"Whether tensors did is unknown: at least {MIN_STEPS} memory steps show it, such as those "
+        "of memory_steps=range(10, 500, 50)."
+        if growth is None or growth.grows is None
+        else "Tensors did not: look at Python objects, at what libraries keep, and at threads."
+    )
     return (
         f"The process of rank {process.rank} grew from {format_bytes(process.first_bytes)} to "
-        f"{format_bytes(process.last_bytes)} in {format_ns(process.duration_ns)}. Whether tensors "
-        f"did is unknown: at least {MIN_STEPS} memory steps show it, such as those of "
-        "memory_steps=range(10, 500, 50)."
+        f"{format_bytes(process.last_bytes)} in {format_ns(process.duration_ns)}. {tensors}"
     )
 
 
@@ -205,9 +209,14 @@ def describe_growth(growth: MemoryGrowth | None) -> str:
         )
     if not growth.grows:
         return f"Memory does not grow {of_steps}."
+    reason = (
+        "The batches grow, too, and the loop holds the last one: this may be no leak."
+        if growth.batches_grow
+        else "Some storages are never freed."
+    )
     return (
         f"Memory grows by {format_metric('growth_bytes_per_step', growth.growth_bytes_per_step)} "
-        f"per step {of_steps} (p = {growth.p_value:.2g}). Some storages are never freed."
+        f"per step {of_steps} (p = {growth.p_value:.2g}). {reason}"
         f"{describe_when_full(growth)}"
     )
 
@@ -315,7 +324,7 @@ def _answer(overview: MemoryOverview) -> Iterable[RenderableType]:
         describe_limit(overview, overview.rank),
         describe_expandable(overview.reserved),
         None if overview.source == "predicted" else describe_growth(overview.growth),
-        describe_process_growth(overview.process),
+        describe_process_growth(overview.process, overview.growth),
         describe_spread(overview.memory),
         None if overview.whole is None else overview.whole.sentence,
     ):

@@ -95,7 +95,7 @@ def without_cores(ratio):
 
 
 def growth(bytes_per_step=1 << 20, steps_until_full=500):
-    return MemoryGrowth(3, 20, 1, 2, True, bytes_per_step, 0.001, "", steps_until_full)
+    return MemoryGrowth(3, 20, 1, 2, True, bytes_per_step, 0.001, "", False, steps_until_full)
 
 
 @pytest.mark.parametrize(

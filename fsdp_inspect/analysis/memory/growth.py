@@ -5,7 +5,8 @@ step after warm-up is tested for a trend by Mann-Kendall (Kendall's tau with the
 the order counts, so one outlier has no effect). The slope is that of Theil and Sen (the median of
 the slopes between all pairs of steps: up to 29% of the steps can be outliers). A single rise, for
 example when a cache fills, is not growth: wherever the steps are split in two, memory must rise
-inside the parts, too.
+inside the parts, too. If memory rises, but not so over all steps, the later half is tested by
+itself, and its later half: growth may begin late.
 
 A limit of memory without a device ends a run after few samples of its memory, but its report holds
 the live bytes after each of the last steps. If the samples are too few, those bytes are tested.
@@ -63,6 +64,8 @@ class MemoryGrowth:
     """Two-sided p-value of the trend."""
     place: str
     """The line whose live memory grew most, `file:line`; empty: unknown."""
+    batches_grow: bool
+    """Whether the batches of these steps grow, too: the loop holds the last one."""
     steps_until_full: int | None
     """Steps after the last one until the peak fills the device at this slope. It is an upper bound,
     because fragmentation needs memory too. 0: the memory is full. None without growth, or if the
@@ -84,12 +87,12 @@ def measure_memory_growth(run: RunSource, *, rank: int | None = None) -> MemoryG
 
 
 def find_growth(run: RunSource, *, rank: int | None = None) -> MemoryGrowth | None:
-    """The growth of `measure_memory_growth`; None if memory does not grow, or cannot be read."""
+    """The growth of `measure_memory_growth`; None: there is none, or as the batches grow."""
     try:
         found = measure_memory_growth(run, rank=rank)
     except StoreError:
         return None
-    return found if found is not None and found.grows else None
+    return found if found is not None and found.grows and not found.batches_grow else None
 
 
 def _measure(run: RunSource, rank: int | None) -> MemoryGrowth | None:
@@ -113,10 +116,11 @@ def _measure_failure(run: RunSource, rank: int | None) -> MemoryGrowth | None:
             continue
         return MemoryGrowth(
             rank=each,
-            num_steps=len(values),
-            first_bytes=int(values[0]),
+            num_steps=len(values) - growth[2],
+            first_bytes=int(values[growth[2]]),
             last_bytes=int(values[-1]),
             grows=True,
+            batches_grow=False,
             growth_bytes_per_step=growth[0],
             p_value=growth[1],
             place=_grown_place(failed),
@@ -152,6 +156,7 @@ def find_process_growth(run: RunSource, rank: int) -> ProcessGrowth | None:
     growth = _test(known.time_ns, known.process_rss)
     if growth is None or growth[0] <= 0 or growth[1] >= SIGNIFICANCE:
         return None
+    known = known.where(np.arange(len(known)) >= growth[2])
     first, last = int(known.process_rss[0]), int(known.process_rss[-1])
     if last - first < max(_LEAST_RISE_BYTES, _LEAST_RISE_RATIO * first):
         return None
@@ -185,12 +190,14 @@ def _measure_samples(run: RunSource, rank: int | None) -> MemoryGrowth | None:
     growth = _test(steps, values)
     slope = growth[0] if growth else None
     grows = None if growth is None else bool(slope and slope > 0 and growth[1] < SIGNIFICANCE)
+    start = growth[2] if growth and grows else 0
     return MemoryGrowth(
         rank=chosen,
-        num_steps=len(steps),
-        first_bytes=int(values[0]),
+        num_steps=len(steps) - start,
+        first_bytes=int(values[start]),
         last_bytes=int(values[-1]),
         grows=grows,
+        batches_grow=bool(grows) and _do_batches_grow(run, chosen, int(steps[start])),
         growth_bytes_per_step=slope if grows else None,
         p_value=growth[1] if growth else None,
         place="",
@@ -217,10 +224,32 @@ def _find_largest_rise(firsts: StatisticsTable, lasts: StatisticsTable) -> int |
     return int(firsts.rank[np.argmax(lasts.bytes - firsts.bytes)])
 
 
-def _test(steps: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[float, float] | None:
-    """Return the median slope in bytes per step, 0 for a single rise, and the trend's p-value."""
+def _do_batches_grow(run: RunSource, rank: int, since: int) -> bool:
+    record = next(each for each in run.ranks if each.rank == rank)
+    batches = [] if record.host_work is None else record.host_work.batches
+    later = [each for each in batches if each.step >= since]
+    sizes = np.array([each.size for each in later], dtype=np.int64)
+    growth = _test(np.array([each.step for each in later], dtype=np.int64), sizes)
+    return growth is not None and growth[0] > 0 and growth[1] < SIGNIFICANCE
+
+
+def _test(steps: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[float, float, int] | None:
+    """The median slope in bytes per step, 0 for a single rise; its p-value; where it begins.
+
+    The last one is a position in `values`: 0, or that of a later part in which memory rises.
+    """
     if len(steps) < MIN_STEPS:
         return None
+    slope, p_value = _test_all(steps, values)
+    start = len(steps) // 2
+    if slope <= 0 and p_value < SIGNIFICANCE and values[-1] > values[0]:
+        later = _test(steps[start:], values[start:])
+        if later is not None and later[0] > 0 and later[1] < SIGNIFICANCE:
+            return later[0], later[1], start + later[2]
+    return slope, p_value, 0
+
+
+def _test_all(steps: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[float, float]:
     if np.all(values == values[0]):
         return 0.0, 1.0
     from scipy import stats  # takes 0.2 s to load

@@ -162,7 +162,6 @@ def measure_memory_overview(run: RunSource, *, rank: int | None = None) -> Memor
     """
     memory = measure_memory(run, rank=rank)
     shown, growth = memory.shown_rank, measure_memory_growth(run, rank=rank)
-    is_unknown = growth is None or growth.grows is None
     is_on_host = run.manifest.device_type == "cpu" and run.manifest.source == "recorded"
     return MemoryOverview(
         run_id=run.manifest.run_id,
@@ -180,9 +179,7 @@ def measure_memory_overview(run: RunSource, *, rank: int | None = None) -> Memor
         if shown is None or run.manifest.device_type == "cpu"
         else predict_reserved(run, rank=shown),
         whole=measure_whole_memory(run.manifest, memory.peak, memory.device_bytes),
-        process=find_process_growth(run, shown)
-        if is_unknown and is_on_host and shown is not None
-        else None,
+        process=find_process_growth(run, shown) if is_on_host and shown is not None else None,
     )
 
 

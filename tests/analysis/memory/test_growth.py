@@ -13,6 +13,7 @@ from fsdp_inspect.analysis.memory.growth import (
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.report.memory_wording import describe_growth, describe_process_growth
 from fsdp_inspect.trace.codes import MemoryPoint
+from fsdp_inspect.trace.host_work import BatchWork, HostActivity
 from fsdp_inspect.trace.live_memory import LiveBytes, LiveMoment, OutOfMemoryRecord
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import DeviceTable
@@ -41,6 +42,31 @@ def test_a_leak_is_told_in_bytes_per_step_and_in_steps_until_the_device_is_full(
     assert (growth.grows, growth.growth_bytes_per_step) == (True, MIB)
     assert growth.p_value < 0.001
     assert growth.steps_until_full == (40 - 11) * 1024 - 9
+
+
+@pytest.mark.parametrize("since", [20, 55, 80, 90])
+def test_a_leak_that_begins_late_has_the_slope_of_its_own_steps(since):
+    ends = [10 * GIB + max(step - since, 0) * MIB for step in range(100)]
+    growth = measure_memory_growth(run_of(ends))
+    assert growth.grows
+    assert growth.growth_bytes_per_step == MIB
+    assert growth.num_steps <= 100
+    assert growth.first_bytes == ends[-growth.num_steps]
+
+
+@pytest.mark.parametrize("is_longer", [True, False])
+def test_memory_that_grows_with_the_batches_may_be_no_leak(is_longer):
+    run = run_of([10 * GIB + step * MIB for step in range(12)])
+    batches = [
+        BatchWork(step=step, size=100 + step * is_longer, is_tokens=True) for step in range(12)
+    ]
+    record = run.ranks[0].model_copy(update={"host_work": HostActivity(batches=batches)})
+    run = replace(run, ranks=[record])
+    growth = measure_memory_growth(run)
+    assert growth.grows
+    assert growth.batches_grow is is_longer
+    assert ("may be no leak" in describe_growth(growth)) is is_longer
+    assert bool(measure_trust(run).prediction_caveats) is not is_longer
 
 
 def failed_run(resting, *, samples=2):
@@ -187,9 +213,12 @@ def test_a_process_that_grows_is_found_on_cpu() -> None:
     found = process_of(100, 400, *range(500, 900, 50))
 
     assert found == ProcessGrowth(0, 500 << 20, 850 << 20, 7 * 10**9)
-    assert describe_process_growth(found).startswith(
-        "The process of rank 0 grew from 500 MiB to 850 MiB in 7.00 s. Whether tensors did is"
-    )
+    grew = "The process of rank 0 grew from 500 MiB to 850 MiB in 7.00 s."
+    assert describe_process_growth(found, None).startswith(f"{grew} Whether tensors did is")
+    flat = measure_memory_growth(run_of([GIB] * 8))
+    assert describe_process_growth(found, flat).startswith(f"{grew} Tensors did not")
+    leak = measure_memory_growth(run_of([GIB + step * MIB for step in range(8)]))
+    assert describe_process_growth(found, leak) == ""
 
 
 @pytest.mark.parametrize(

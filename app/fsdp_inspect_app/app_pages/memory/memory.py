@@ -363,7 +363,7 @@ def _show_over_steps(run: Run, overview: MemoryOverview, most_grown: MemoryGrowt
 def _show_growth(run: Run, overview: MemoryOverview, most_grown: MemoryGrowth | None) -> None:
     """Show the memory of the chosen rank over steps, and the growth of the rank that grew most."""
     steps = overview.memory.over_steps
-    about_process = memory_wording.describe_process_growth(overview.process)
+    about_process = memory_wording.describe_process_growth(overview.process, overview.growth)
     verdict = f"{memory_wording.describe_growth(overview.growth)} {about_process}".strip()
     here = overview.growth
     if most_grown is not None and most_grown.grows and not (here and here.grows):
