@@ -5,6 +5,7 @@ that judge (`check`, `diagnose`, `equivalence`, `plan`) exit with 1 for a findin
 errors have the exit code 2. A subcommand imports its modules when it runs, so `--help` is fast.
 """
 
+import errno
 import os
 import sys
 import traceback
@@ -65,6 +66,11 @@ def _describe(error: Exception) -> str:
         )
     if isinstance(error, OSError):
         place = "" if error.filename is None else f" {str(error.filename)[:200]!r}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return (
+                f"Cannot write{place}: {error.strerror}. Expected free space. Free some, or write "
+                "to another disk; a run's disk also needs some for what is derived from it."
+            )
         return (
             f"Cannot access{place}: {error.strerror or error}. Expected an accessible file or "
             "folder. Check its name, its type and its permissions."

@@ -154,7 +154,10 @@ def _of_class(found: Diagnosis) -> Iterator[Decision]:
         reason = "the training is probably wrong, and a person must look at the finding"
         yield Decision(SchedulerAction.CANNOT_TELL, (), True, reason)
     elif found.problem in _OF_SCRIPT:
-        reason = f"a restart does not help, because {_OF_SCRIPT[found.problem]}"
+        why = _OF_SCRIPT[found.problem]
+        if found.problem is ProblemClass.FOREIGN_COLLECTIVE and found.is_circle:
+            why = "the ranks issue the script's collectives in different orders"
+        reason = f"a restart does not help, because {why}"
         is_certain = found.is_certain and found.problem is not ProblemClass.HOST_DEADLOCK
         yield Decision(SchedulerAction.STOP, (), is_certain, reason)
     elif found.problem is ProblemClass.DRIFT or (

@@ -122,6 +122,8 @@ class Unknown(StrEnum):
     IMPORTED = "imported"
     TIME_OF_DUMP = "time of dump"
     """A flight recorder dump does not contain the time of its writing."""
+    NOT_WRITTEN = "not written"
+    """A disk refused the files of ranks, so a missing end in them shows nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,14 @@ class Diagnosis:
         return self.status is Status.PROBLEM
 
     @property
+    def is_circle(self) -> bool:
+        """Whether no rank is at fault alone: each waits in a collective that another lacks."""
+        if self.ranks or self.wait is None or not self.wait.absent:
+            return False
+        absent = [self.state_of(rank) for rank in self.wait.absent]
+        return all(each is not None and each.waits for each in absent)
+
+    @property
     def first_culprit(self) -> RankState | None:
         """The state of the first rank that caused the problem; None: no rank, or without data."""
         return self.state_of(self.ranks[0]) if self.ranks else None
@@ -329,6 +339,7 @@ class _Case:
         """Return the first diagnosis that one of the checks finds."""
         questions = (
             *self._wrong_results(),
+            self._has_unwritten,
             self._terminated_first,
             self._died,
             self._hangs,
@@ -1039,6 +1050,27 @@ class _Case:
             training=faults[0],
             other_faults=faults[1:],
             training_notes=seen.notes,
+        )
+
+    def _has_unwritten(self) -> Diagnosis | None:
+        """Check whether all ranks without an end have files that a disk refused."""
+        silent = {rank for rank, end in self._ends.items() if end.kind is EndKind.VANISHED}
+        errors = {
+            rank: error
+            for rank in sorted(silent)
+            for error in self._records[rank].problems
+            if "[Errno " in error
+        }
+        others = {end.kind for rank, end in self._ends.items() if rank not in silent}
+        if not silent or self._is_running or errors.keys() < silent or others - {EndKind.COMPLETE}:
+            return None
+        return self._make(
+            Status.CANNOT_TELL,
+            None,
+            ranks=tuple(errors),
+            is_certain=False,
+            unknown=Unknown.NOT_WRITTEN,
+            failure=next(iter(errors.values())),
         )
 
     def _stopped(self) -> Diagnosis | None:

@@ -843,6 +843,13 @@ def _no_problem(found: Diagnosis) -> str:
                 "Cannot tell whether the job hung: the dumps do not state when they were written. "
                 "The ranks issued the same collectives, as far as a dump shows."
             )
+        case Unknown.NOT_WRITTEN:
+            who = format_ranks(found.ranks)
+            return (
+                f"Cannot tell how {who} ended: a disk refused their files "
+                f"({_clip(found.failure)}), "
+                "so that their end is missing shows nothing."
+            )
         case Unknown.NO_BLACK_BOX:
             ended = f"{_ENDED}. " if found.status is Status.HEALTHY else ""
             return f"{ended}Cannot tell whether the ranks agreed: the run has no black box."
@@ -1061,6 +1068,11 @@ def _next(found: Diagnosis) -> Iterator[str]:
             "Ranks that make progress can leave the same dump: dump again after a minute, and "
             "compare. With FSDP Inspect's recorder, the answer names units, steps and stacks."
         )
+    if found.unknown is Unknown.NOT_WRITTEN:
+        yield (
+            "Look at the exit code of the launcher. Free space on this disk, or record on another "
+            "one."
+        )
     if found.unknown is Unknown.NO_BLACK_BOX:
         yield "Record the training again with this version, which writes a black box."
 
@@ -1091,6 +1103,11 @@ def _next_for_problem(found: Diagnosis) -> Iterator[str]:
         yield _ON_DESYNC
     elif found.problem is ProblemClass.FOREIGN_COLLECTIVE and _is_point_to_point(found):
         yield "Look for the send or the receive that has no counterpart on the other rank."
+    elif found.problem is ProblemClass.FOREIGN_COLLECTIVE and found.is_circle:
+        yield (
+            "Issue these collectives in the same order on all ranks: each rank waits in the first "
+            "of its own order. If a rank never calls one of them, look for a condition on the rank."
+        )
     elif found.problem is not None:
         yield from _NEXT.get(found.problem, ())
 
@@ -1142,7 +1159,10 @@ def _next_for_rank(found: Diagnosis) -> Iterator[str]:
             "memory. Use fewer workers, or smaller batches."
         )
     if found.problem is ProblemClass.RANK_DIED:
-        yield _NEXT_FOR_END.get(state.end.kind if state else EndKind.UNKNOWN, _READ_LOG)
+        if found.failure.startswith("SystemExit"):
+            yield "Find the call of sys.exit: Python prints no traceback for it."
+        else:
+            yield _NEXT_FOR_END.get(state.end.kind if state else EndKind.UNKNOWN, _READ_LOG)
     if state is None:
         return
     if state.process is not None and state.process.state is ProcessState.STOPPED:

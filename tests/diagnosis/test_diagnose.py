@@ -9,6 +9,7 @@ import pytest
 
 from fsdp_inspect import Run
 from fsdp_inspect.analysis.trust import measure_trust
+from fsdp_inspect.diagnosis.decision import SchedulerAction, decide
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown, diagnose
 from fsdp_inspect.report.diagnosis import (
     describe_diagnosis,
@@ -270,6 +271,25 @@ def test_a_rank_that_vanished_before_the_hang_died() -> None:
 
     assert (found.problem, found.ranks) == (ProblemClass.RANK_DIED, (1,))
     assert describe_diagnosis(found).next[-1].startswith("Look for what ended it")
+
+
+@pytest.mark.parametrize("other", [RunStatus.COMPLETE, RunStatus.FAILED])
+def test_ranks_whose_files_a_disk_refused_may_have_ended_well(other: RunStatus) -> None:
+    boxes = {rank: make_box(DONE, RANKS, replace(HUNG, hang_seen_ns=0)) for rank in RANKS}
+    run = run_of(boxes, {0: RunStatus.CRASHED, 1: RunStatus.CRASHED, 2: other})
+    full = {"problems": ["events: [Errno 28] No space left on device"]}
+    records = [each.model_copy(update=full) for each in run.ranks]
+    run = replace(run, ranks=records)
+
+    found = diagnose(run)
+
+    is_unknown = other is RunStatus.COMPLETE
+    assert (found.unknown is Unknown.NOT_WRITTEN) is is_unknown
+    assert (decide(found, run).action is SchedulerAction.CANNOT_TELL) is is_unknown
+    if is_unknown:
+        text = describe_diagnosis(found)
+        assert text.sentence.startswith("Cannot tell how ranks 0-1 ended: a disk refused")
+        assert text.next[-1].startswith("Look at the exit code of the launcher.")
 
 
 def test_of_two_ranks_that_vanished_the_one_that_waited_is_no_culprit() -> None:
