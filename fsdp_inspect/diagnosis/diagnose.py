@@ -1279,7 +1279,7 @@ class _Case:
     def _events(self) -> tuple[RunEvent, ...]:
         """What happened in the run, in order."""
         events = [
-            *list_hangs(self._records, self._boxes),
+            *list_hangs(self._run, self._records, self._boxes),
             *list_failed_allocations(self._run),
             *list_ends(self._ends, {rank: state.step for rank, state in self._states.items()}),
         ]

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fsdp_inspect.diagnosis.ends import EndKind, RankEnd
+from fsdp_inspect.errors import StoreError
 from fsdp_inspect.trace.black_box import BlackBox
-from fsdp_inspect.trace.codes import UNKNOWN_STEP
-from fsdp_inspect.trace.run import RankRecord, RunSource
+from fsdp_inspect.trace.codes import UNKNOWN_STEP, EventKind
+from fsdp_inspect.trace.run import RankRecord, RunSource, TimeSpan
 
 _NO_END = (EndKind.RUNNING, EndKind.UNKNOWN)
 
@@ -76,7 +77,7 @@ def list_ends(ends: Mapping[int, RankEnd], steps: Mapping[int, int | None]) -> I
 
 
 def list_hangs(
-    records: Mapping[int, RankRecord], boxes: Mapping[int, BlackBox]
+    run: RunSource, records: Mapping[int, RankRecord], boxes: Mapping[int, BlackBox]
 ) -> Iterator[RunEvent]:
     """The standstills that watchdogs saw: the longest of those that ended, and the last one."""
     ended = [
@@ -88,9 +89,10 @@ def list_hangs(
     if ended:
         record, span = max(ended, key=lambda pair: pair[1].end_ns - pair[1].start_ns)
         clock = record.clock_start
+        step = _step_of(run, record.rank, span)
         yield RunEvent(
             RunEventKind.HANG,
-            _step_at(boxes.get(record.rank), span.start_ns),
+            _step_at(boxes.get(record.rank), span.start_ns) if step is None else step,
             span.start_ns - clock.monotonic_ns + clock.unix_ns,
             (),
             seconds=(span.end_ns - span.start_ns) / 1e9,
@@ -102,6 +104,16 @@ def list_hangs(
         seconds = (header.sign_ns - header.changed_ns) / 1e9
         step = None if header.step == UNKNOWN_STEP else header.step
         yield RunEvent(RunEventKind.HANG, step, header.hang_seen_unix_ns, (), seconds=seconds)
+
+
+def _step_of(run: RunSource, rank: int, span: TimeSpan) -> int | None:
+    """The first step that ended after a standstill began; None: it is not stored."""
+    try:
+        steps = run.events(rank, kinds=[EventKind.STEP])
+    except StoreError:
+        return None
+    later = steps.step[steps.end_ns > span.start_ns]
+    return int(later.min()) if len(later) else None
 
 
 def _step_at(box: BlackBox | None, clock_ns: int) -> int | None:

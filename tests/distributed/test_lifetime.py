@@ -75,6 +75,6 @@ def test_the_note_about_a_standstill_states_its_measured_duration(
     folder: Path, lifetime: Lifetime
 ) -> None:
     notes = " ".join(fsdp_inspect.open_run(folder).notes)
-    seconds = [int(found) for found in re.findall(r"No progress for (\d+) s until step", notes)]
+    seconds = [int(found) for found in re.findall(r"No progress for (\d+) s in step", notes)]
     assert seconds
     assert STANDSTILL_S - 1 < min(seconds) <= max(seconds) < lifetime.wall_ns / 1e9
