@@ -22,6 +22,7 @@ from fsdp_inspect.recording.black_box_keeper import EXPLAINED_FILE, LOCK_FILE, t
 from fsdp_inspect.recording.patches import warn
 from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.store.compaction import compact_at_end
+from fsdp_inspect.store.schema import MANIFEST_FILE
 
 _START: Path | None = None
 """The folder in which the training started, which the script may change later."""
@@ -34,6 +35,14 @@ _AT_EXIT_S = 75.0
 
 def tell_place(run_folder: Path) -> None:
     """Print the path of a finished recording, and how to open it."""
+    if not (run_folder / MANIFEST_FILE).exists():
+        print(
+            f"fsdp_inspect: the folder {run_folder} is gone: something removed it or its run.json "
+            "during the training. Nothing can be shown.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return
     if _START is not None and run_folder.is_relative_to(_START):
         run_folder = run_folder.relative_to(_START)
     run, folder = (shlex.quote(str(path)) for path in (run_folder, run_folder.parent))

@@ -75,6 +75,10 @@ def test_the_note_about_a_standstill_states_its_measured_duration(
     folder: Path, lifetime: Lifetime
 ) -> None:
     notes = " ".join(fsdp_inspect.open_run(folder).notes)
-    seconds = [int(found) for found in re.findall(r"No progress for (\d+) s in step", notes)]
+    said = re.findall(r"No progress for (\d+) s in step (\d+)", notes)
+    seconds = [int(found) for found, _ in said]
     assert seconds
     assert STANDSTILL_S - 1 < min(seconds) <= max(seconds) < lifetime.wall_ns / 1e9
+    assert "3" in {step for _, step in said}
+    [event] = [each for each in fsdp_inspect.open_run(folder).diagnose().events if each.has_ended]
+    assert event.step == 3
