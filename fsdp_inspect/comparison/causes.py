@@ -14,7 +14,8 @@ can lengthen became longer.
 
 [Note: moved peak] If the peak moves to another unit, the two moments hold different activations.
 Their increase contains memory that did not grow. A cause with limited bytes is then compared with
-the increase of the peak itself.
+the increase of the peak itself. So is a larger batch: before, its memory at the new moment was
+smaller by its ratio, and all memory at that moment was at most the old peak.
 """
 
 import math
@@ -84,6 +85,8 @@ class _Cause:
     """The largest possible increase of these categories together; None: unknown."""
     most_of: Callable[[Increase], float] | None = None
     """The largest possible increase of one category of one unit; None: unknown."""
+    grows_by: float | None = None
+    """The ratio by which these categories grew at each moment; None: unknown."""
 
 
 def find_causes(  # noqa: PLR0913 - the two sides, and what of them exceeds its limit
@@ -167,6 +170,10 @@ def _explaining(
         return []
     # See [Note: moved peak].
     limited = [(cause, taken) for cause, taken in kept if cause.most_bytes is not None]
+    for cause in causes:
+        if cause.grows_by is not None:
+            now = sum(one.after for one in growth if one.category in cause.raises)
+            limited.append((cause, round(now * (1 - 1 / cause.grows_by))))
     enough = sum(taken for _, taken in limited) >= EXPLAINED_RATIO * moved_by
     return [cause for cause, _ in limited] if enough else []
 
@@ -437,6 +444,7 @@ def _inputs(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
             (*_COMPUTED, "input"),
             (*_COMPUTE, "data", "host_bound"),
             most_of=_growing_by(ratio if is_batch else ratio**2),
+            grows_by=ratio if is_batch else None,
         )
 
 

@@ -1287,7 +1287,9 @@ class _Case:
             events.append(
                 RunEvent(
                     RunEventKind.DESYNC,
-                    None if self._difference.is_unknown else self._difference.step,
+                    None
+                    if self._difference.is_unknown or self._difference.step == UNKNOWN_STEP
+                    else self._difference.step,
                     0,
                     self._difference.culprits,
                 )

@@ -9,6 +9,7 @@ gives the exact nanosecond. Newer traces have times from a base time and stay be
 Older traces have µs since 1970, for which floats are too coarse: these are decoded as decimals.
 """
 
+import contextlib
 import gc
 import json
 import math
@@ -347,8 +348,10 @@ class _Columns:
             RecursionError: The event is nested too deeply.
         """
         value = json.loads(raw.decode("utf-8", "replace"), strict=False)
-        try:
+        with contextlib.suppress(msgspec.ValidationError, OverflowError, ValueError):
             return msgspec.convert(value, _Event, strict=False)
+        try:  # `convert` makes no `Raw` of a list, such as the shapes of an operator
+            return msgspec.json.decode(msgspec.json.encode(value), type=_Event, strict=False)
         except (msgspec.ValidationError, OverflowError, ValueError):
             self.num_unreadable += 1
             return None

@@ -515,6 +515,8 @@ def _headline_of_step(found: BreakdownCauses, shown: StepBreakdown) -> str:
 def _describe_parts(found: BreakdownCauses, shown: StepBreakdown) -> RenderableType:
     """The exposed time and the largest part, below the headline."""
     details = "No communication is exposed."
+    if found.source == "imported" and not shown.communication_ns:
+        details = "Exposed communication is unknown: the import shows no communication."
     if shown.exposed_ns:
         exposed = format_metric("exposed_ns", shown.exposed_ns)
         details = f"Exposed communication: {exposed} ({format_ratio(found.exposed_ratio)})."

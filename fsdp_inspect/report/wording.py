@@ -34,6 +34,7 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import render_table
+from fsdp_inspect.trace.codes import StepPart
 
 _NO_NETWORK = "fake"
 """The backend of torch that an emulated run uses; its collectives transfer no data."""
@@ -284,8 +285,12 @@ def describe_contents(
             kernels.
     """
     split = " To split it, record with --profile-steps 20:23."
+    other = find_metric("other_ns").definition
+    if not step.duration_ns(StepPart.FORWARD) + step.duration_ns(StepPart.BACKWARD):
+        other = "it contains forward and backward, if any, which the run does not show apart"
+        split = ""
     lines = [
-        f"Other ({format_ns(part.duration_ns)}): {find_metric('other_ns').definition}."
+        f"Other ({format_ns(part.duration_ns)}): {other}."
         + (split if 2 * sum(stops.values()) < part.ratio else "")  # else the stops may explain it
         for part in step.parts
         if part.name == "other" and part.ratio >= _LEAST_OTHER_RATIO and not in_kernel_trace

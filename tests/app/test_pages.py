@@ -609,7 +609,7 @@ def test_overview_states_what_stops_the_host_within_the_parts(open_app, tmp_path
     app = open_app(tmp_path, "overview", run="collects")
     assert not app.exception
     assert "garbage collection 5%" in read(app)
-    assert "Other (1.00 µs): the rest of the step: loss, clipping" in read(app)
+    assert "Other (1.00 µs): it contains forward and backward, if any" in read(app)
 
 
 def test_overview_says_which_steps_its_numbers_describe(open_app: OpenApp, tmp_path: Path) -> None:

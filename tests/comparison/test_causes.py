@@ -191,6 +191,17 @@ def test_a_peak_that_moved_is_explained_if_a_cause_has_all_the_bytes_by_which_it
     assert "reshard_after_forward=False" in cause
 
 
+@pytest.mark.parametrize(("rose", "is_explained"), [(400, True), (700, False)])
+def test_a_larger_batch_explains_a_moved_peak_by_what_it_added_there(rose, is_explained) -> None:
+    growth = (Increase("activation", ("layers.1",), 0, 1000),)
+    before, after = (
+        manifest().model_copy(update={"observed": {"inputs": [f"{rows} x 32 float32"]}})
+        for rows in (16, 32)
+    )
+    found = find_causes(before, after, growth, of_memory=True, moved_by=rose)
+    assert [each.startswith("the batch grew") for each in found] == [True] * is_explained
+
+
 def test_offload_turned_off_is_the_cause_of_shards_on_the_device() -> None:
     growth = (Increase("sharded_parameter", ("layers.0",), 0, 100),)
     on, off = (

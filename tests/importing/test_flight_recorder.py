@@ -52,6 +52,7 @@ def test_the_rank_that_did_not_issue_a_collective_is_late(tmp_path: Path) -> Non
 
     assert (found.problem, found.ranks, found.step) == (ProblemClass.RANK_LATE, (1,), None)
     assert (found.is_certain, found.unknown) == (False, Unknown.TIME_OF_DUMP)
+    assert not any("nothing moved" in each for each in describe_diagnosis(found).evidence)
     assert describe_diagnosis(found).sentence == (
         "Probably: Rank 1 never reached all-gather 3 (600 B) in forward. Its last collective was "
         "all-gather 2 (600 B) in forward (ann/train.py:40). A dump does not show its activity "

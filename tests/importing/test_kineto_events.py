@@ -67,6 +67,14 @@ def test_an_event_that_cannot_be_believed_is_left_out_and_counted(tmp_path, odd)
     assert (trace.num_events, trace.num_odd) == (3, 1)
 
 
+def test_a_number_that_is_none_leaves_events_with_shapes_as_they_are(tmp_path):
+    shapes = {"Input Dims": [[2, 3], []], "Input type": ["float", ""], "metric": 0.5}
+    odd = kernel(1000, args=shapes).replace("0.5", "NaN")
+    trace = read(write_events(tmp_path / "trace.json", kernel(2000, args=shapes), odd))
+    assert sorted(trace.events[Category.KERNEL].start_ns.tolist()) == [1000, 2000]
+    assert trace.num_odd == 0
+
+
 def test_numbers_as_text_are_read(tmp_path):
     event = kernel(args={"correlation": "17", "External id": 3.0}, ts="1.5")
     kernels = read(write_events(tmp_path / "trace.json", event)).events[Category.KERNEL]
