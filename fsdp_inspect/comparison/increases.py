@@ -259,6 +259,7 @@ def abbreviate_units(units: Sequence[str]) -> str:
 
 _MOST_LINES = 3
 """The highest number of lines for one increase."""
+UNKNOWN_LINE = "(unknown line)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +270,12 @@ class AllocatingLine:
     units: tuple[str, ...]
     """The units that own storages of the line."""
     line: str
-    """`file:line`, followed by the line of the library that it called, if there is one."""
+    """`file:line`, followed by the line of the library that it called, if there is one; or
+    `UNKNOWN_LINE`."""
     bytes: int
     """Live bytes at the moment."""
-    count: int
-    """The number of storages."""
+    count: int | None
+    """The number of storages; None: unknown."""
     is_changed: bool
     """Whether the baseline has no line with these bytes; False also if this is unknown."""
 
@@ -288,22 +290,30 @@ def find_lines(
 ) -> Iterator[AllocatingLine]:
     """Yield the lines of each increase, the largest first.
 
-    If the changed lines are known, only these are yielded.
+    Lines with the bytes of a line of the baseline are left out. If only some lines are known, and
+    more bytes than in the baseline have none, such as those from earlier steps, a row states them.
 
     Args:
         growth: The increases at the moment.
         before: The baseline's moment.
         after: The run's moment; None, or without lines: nothing is yielded.
     """
-    for grown in growth if after is not None else ():
-        rows = _rows_of(grown, after)
-        changed = _changed(grown, rows, before, after)
+    for grown in growth if after is not None and after.lines else ():
+        old, rows = _rows_of(grown, before), _rows_of(grown, after)
+        unknown_before, unknown = _unknown(grown, old, before), _unknown(grown, rows, after)
+        is_known = before is not None and not (unknown_before or unknown)
         lines: dict[str, list[LineBytes]] = {}
-        for row in changed or rows:
+        for row in _changed(old, rows):
             lines.setdefault(row.line, []).append(row)
         summed = [
-            _sum(grown.category, line, own, is_changed=bool(changed)) for line, own in lines.items()
+            _sum(grown.category, line, own, is_changed=is_known) for line, own in lines.items()
         ]
+        # A baseline without lines does not show which of its bytes have an unknown line.
+        rose = unknown - unknown_before if before is not None and before.lines else unknown
+        if rows and rose:
+            units = tuple(sorted(rose, key=in_words_and_numbers))
+            held = sum(unknown[unit] for unit in units)
+            summed.append(AllocatingLine(grown.category, units, UNKNOWN_LINE, held, None, False))
         yield from sorted(summed, key=lambda one: -one.bytes)[:_MOST_LINES]
 
 
@@ -315,30 +325,20 @@ def _rows_of(grown: Increase, moment: MemoryMoment | None) -> list[LineBytes]:
     ]
 
 
-def _changed(
-    grown: Increase,
-    rows: list[LineBytes],
-    before: MemoryMoment | None,
-    after: MemoryMoment | None,
-) -> list[LineBytes]:
-    """The rows with other bytes than in the baseline; empty if a side lacks lines."""
-    old = _rows_of(grown, before)
-    if not (_is_complete(grown, old, before) and _is_complete(grown, rows, after)):
-        return []
+def _changed(old: list[LineBytes], rows: list[LineBytes]) -> list[LineBytes]:
+    """The rows with other bytes than in the baseline."""
     known = Counter((row.unit, row.bytes) for row in old)
     found = Counter((row.unit, row.bytes) for row in rows)
     return [row for row in rows if (found - known)[row.unit, row.bytes]]
 
 
-def _is_complete(grown: Increase, rows: list[LineBytes], moment: MemoryMoment | None) -> bool:
-    """Whether the lines hold all bytes of the category, in each unit."""
+def _unknown(grown: Increase, rows: list[LineBytes], moment: MemoryMoment | None) -> Counter[str]:
+    """Bytes of the category without a line, by unit."""
     held = {} if moment is None else moment.held
-    totals: Counter[str] = Counter()
+    unknown = Counter({unit: held.get((unit, grown.category), 0) for unit in grown.units})
     for row in rows:
-        totals[row.unit] += row.bytes
-    return moment is not None and all(
-        totals[unit] == held.get((unit, grown.category), 0) for unit in grown.units
-    )
+        unknown[row.unit] -= row.bytes
+    return +unknown
 
 
 def _sum(category: str, line: str, rows: list[LineBytes], *, is_changed: bool) -> AllocatingLine:

@@ -228,7 +228,7 @@ def _growth_rows(
 
 def _line_rows(lines: Iterable[AllocatingLine]) -> Iterator[tuple[str, ...]]:
     for one in lines:
-        amounts = (format_bytes(one.bytes), str(one.count))
+        amounts = (format_bytes(one.bytes), "–" if one.count is None else str(one.count))
         yield (format_category(one.category), one.where, one.line, *amounts)
 
 

@@ -163,7 +163,7 @@ def wrap(plan: Plan, policy: str, parameters: Mapping[str, Sequence[int]] | None
         parameters: Shape of each parameter, by name; required to split blocks.
 
     Raises:
-        PlanError: The policy is invalid, or the plan has no blocks to split.
+        PlanError: The policy is invalid, or the plan has no blocks to group or split.
     """
     if policy == "split":
         return _halved(wrap(plan, "block"), parameters or {})
@@ -175,6 +175,12 @@ def wrap(plan: Plan, policy: str, parameters: Mapping[str, Sequence[int]] | None
         return with_units(plan, [alone])
     if not is_wrap(policy):
         raise PlanError(f"Invalid wrap policy: {policy!r}. Expected {WRAPS}.")
+    if not any(map(_stem, plan.units)):
+        raise PlanError(
+            "Unsupported wrap: no unit consists of numbered blocks, and the time and memory of "
+            "parts of a unit are unknown. Expected units such as layers.0. Record a run in which "
+            "each block is a unit."
+        )
     size = 1 if policy == "block" else int(policy.removeprefix("every:"))
     grouped = [_grouped(members, size) for members in _runs_of_blocks(plan.units)]
     return with_units(plan, [unit for units in grouped for unit in units])

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 from fsdp_inspect.formatting import WholeCategory
 from fsdp_inspect.trace.allocations import AllocationHistory
 from fsdp_inspect.trace.black_box import BlackBox
+from fsdp_inspect.trace.codes import MemoryCategory
 from fsdp_inspect.trace.correctness import TrainingSeen
 from fsdp_inspect.trace.host_work import HostActivity
 from fsdp_inspect.trace.kernels import KernelRecord
@@ -544,10 +545,24 @@ class RunManifest(Record):
         known = {sizes.get(unit.shard_group) for unit in self.units}
         return self.world_size > 1 and known == {1}
 
+    @property
+    def num_outside_units(self) -> int:
+        """Parameters of the model that no unit holds, such as ignored ones.
+
+        With tensor parallelism it is too high, because a unit then counts its part of a tensor.
+        """
+        in_units = sum(unit.num_parameters for unit in self.units)
+        return max(self.model.num_parameters - in_units, 0)
+
     def name_category(self, category: str) -> str:
-        """A memory category in the words of the run: without shards if all units are replicated."""
+        """A memory category in the words of the run.
+
+        Nothing is called sharded if all units are replicated, and no parameter if some are whole
+        because no unit holds them.
+        """
         is_whole = bool(self.units) and all(unit.is_replicated for unit in self.units)
-        return WholeCategory(category) if is_whole else category
+        is_mixed = category == MemoryCategory.SHARDED_PARAMETER.label and self.num_outside_units
+        return WholeCategory(category) if is_whole or is_mixed else category
 
     @property
     def launch_line(self) -> str:

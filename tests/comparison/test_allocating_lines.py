@@ -4,7 +4,13 @@ from collections import Counter
 
 from hypothesis import given, strategies as st
 
-from fsdp_inspect.comparison.increases import Increase, LineBytes, MemoryMoment, find_lines
+from fsdp_inspect.comparison.increases import (
+    UNKNOWN_LINE,
+    Increase,
+    LineBytes,
+    MemoryMoment,
+    find_lines,
+)
 
 AMOUNTS = st.lists(st.sampled_from([4, 8, 16, 64, 512]), max_size=3)
 
@@ -61,8 +67,18 @@ def test_without_all_lines_of_the_baseline_none_is_called_changed() -> None:
 
     found = list(find_lines([increase_of(before, after)], before, after))
 
-    assert [line.line for line in found] == ["model.py:4", "model.py:3"]
+    assert [line.line for line in found] == ["model.py:4"]  # line 3 holds what it held before
     assert not any(line.is_changed for line in found)
+
+
+def test_bytes_without_a_line_that_grow_are_a_row_and_an_equal_line_is_none() -> None:
+    before = moment_of([("layers.0", 16, "")])
+    after = moment_of([("layers.0", 16, "data.py:8")], unknown=512)
+
+    (row,) = find_lines([increase_of(before, after)], before, after)
+
+    assert (row.line, row.units, row.bytes, row.count) == (UNKNOWN_LINE, ("layers.0",), 512, None)
+    assert not row.is_changed
 
 
 def test_a_run_without_lines_names_none() -> None:

@@ -124,3 +124,13 @@ def test_memory_of_whole_parameters_has_no_words_of_shards() -> None:
     assert name("sharded_parameter") == "sharded_parameter"  # in files and comparisons
     sharded = steady_run().manifest.name_category("sharded_parameter")
     assert format_category(sharded) == "sharded parameter"
+
+
+def test_a_whole_copy_of_no_unit_is_not_called_sharded() -> None:
+    manifest = steady_run().manifest
+    more = manifest.model.num_parameters + 1
+    outside = manifest.model_copy(
+        update={"model": manifest.model.model_copy(update={"num_parameters": more})}
+    )
+    assert format_category(outside.name_category("sharded_parameter")) == "parameter"
+    assert format_category(outside.name_category("sharded_gradient")) == "sharded gradient"

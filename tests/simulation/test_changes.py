@@ -34,6 +34,12 @@ def test_block_takes_groups_apart_again():
     assert apply_changes(grouped, Changes(wrap="block")) == plan()
 
 
+@pytest.mark.parametrize("policy", ["block", "every:2", "split"])
+def test_blocks_inside_other_units_cannot_be_grouped(policy: str):
+    with pytest.raises(PlanError, match="no unit consists of numbered blocks"):
+        apply_changes(plan(num_blocks=0), Changes(wrap=policy))
+
+
 def test_root_leaves_one_unit():
     assert names(apply_changes(plan(), Changes(wrap="root"))) == [""]
 

@@ -2,7 +2,8 @@
 
 A sharded run shows what DDP would need: parameters, gradients and optimizer state of all ranks on
 each rank, plus what a rank holds anyway (activations, buffers, inputs, temporaries) at the peak of
-the memory step. A DDP run shows what FSDP would divide by the number of ranks. Both are inferred.
+the memory step. Parameters of no unit are whole on each rank, so they count once. A DDP run shows
+what FSDP would divide by the number of ranks. Both are inferred.
 
 DDP replaces all exposed all-gathers and reduce-scatters by one all-reduce of the gradients, in
 buckets. Backward may hide all buckets but the last one, or none. The duration comes from the run's
@@ -10,16 +11,16 @@ own fit of latency and bandwidth.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fsdp_inspect.analysis.bandwidth import KindBandwidth, measure_bandwidth
 from fsdp_inspect.analysis.link_fit import LinkFit
 from fsdp_inspect.analysis.memory.fit import FitVerdict, judge_fit
-from fsdp_inspect.analysis.memory.peak import PeakMoment
+from fsdp_inspect.analysis.memory.peak import CategoryBytes, PeakMoment
 from fsdp_inspect.analysis.wait_causes import Cause
 from fsdp_inspect.formatting import format_bytes, format_ns, format_ratio, plural
-from fsdp_inspect.trace.codes import ITEMSIZE, EventKind, MemoryCategory
+from fsdp_inspect.trace.codes import ITEMSIZE, NO_UNIT, EventKind, MemoryCategory
 from fsdp_inspect.trace.links import bus_factor
 from fsdp_inspect.trace.run import RunManifest, RunSource
 from fsdp_inspect.trace.sharders import DDP, FSDP1, FSDP2, ZERO3
@@ -178,26 +179,54 @@ def measure_whole_memory(
     num_ranks = groups.get(unit.shard_group if is_sharded else unit.replicate_group, 1)
     if num_ranks == 1:
         return None
-    parts = {row.category: row.bytes for row in peak.categories} if peak is not None else {}
+    parts = _by_label(peak.categories if peak is not None else ())
     copies = num_ranks if is_sharded else 1
+    frozen = 0 if is_sharded else manifest.num_outside_units
+    outside = _measure_outside(manifest, peak) if is_sharded else _Outside()
     optimizer = parts.get(MemoryCategory.OPTIMIZER_STATE.label)
-    of_units = sum(unit.num_parameters for unit in manifest.units)
-    frozen = 0 if is_sharded else max(manifest.model.num_parameters - of_units, 0)
-    of_frozen = frozen * ITEMSIZE["float32"]
+    if optimizer is not None:
+        optimizer = copies * (optimizer - outside.optimizer_bytes) + outside.optimizer_bytes
+    of_frozen = frozen * ITEMSIZE["float32"] + outside.parameter_bytes
     return WholeMemory(
         num_ranks=num_ranks,
         parameter_bytes=copies * sum(unit.sharded_bytes for unit in manifest.units) + of_frozen,
-        gradient_bytes=copies
+        gradient_bytes=outside.gradient_bytes
+        + copies
         * sum(
             unit.sharded_bytes * unit.num_trainable_parameters // max(unit.num_parameters, 1)
             for unit in manifest.units
         ),
-        optimizer_bytes=None if optimizer is None else copies * optimizer,
+        optimizer_bytes=optimizer,
         other_bytes=sum(parts.get(each.label, 0) for each in _KEPT) if parts else None,
         device_bytes=device_bytes,
         is_sharded=is_sharded,
         num_frozen=frozen,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """The state of a sharded run's parameters of no unit, which each rank holds whole."""
+
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+
+
+def _measure_outside(manifest: RunManifest, peak: PeakMoment | None) -> _Outside:
+    if peak is None or not manifest.num_outside_units:
+        return _Outside()
+    held = _by_label(row for one in peak.owners if one.unit == NO_UNIT for row in one.categories)
+    whole = held.get(MemoryCategory.SHARDED_PARAMETER.label, 0)
+    in_units = sum(unit.num_trainable_parameters for unit in manifest.units)
+    trained = max(manifest.model.num_trainable_parameters - in_units, 0)
+    gradient = whole * trained // manifest.num_outside_units
+    optimizer = held.get(MemoryCategory.OPTIMIZER_STATE.label, 0) if gradient else 0
+    return _Outside(whole, gradient, optimizer)
+
+
+def _by_label(rows: Iterable[CategoryBytes]) -> dict[str, int]:
+    return {row.category: row.bytes for row in rows}
 
 
 def measure_replication_saving(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fsdp_inspect.analysis.memory.fit import FitVerdict
-from fsdp_inspect.analysis.memory.peak import CategoryBytes, PeakMoment
+from fsdp_inspect.analysis.memory.peak import CategoryBytes, OwnerBytes, PeakMoment
 from fsdp_inspect.analysis.memory.sharding_worth import (
     ReplicationSaving,
     WholeMemory,
@@ -14,6 +14,7 @@ from fsdp_inspect.analysis.memory.sharding_worth import (
     measure_replication_saving,
     measure_whole_memory,
 )
+from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.sharders import DDP
 from tests.builders import steady_run
 
@@ -61,6 +62,25 @@ def test_a_sharded_run_needs_the_parts_of_all_ranks_on_each_rank(run):
     assert found.optimizer_bytes == ranks * 200
     assert found.other_bytes == 305  # without FSDP's own gathers
     assert found.total_bytes == 2 * ranks * shards + ranks * 200 + 305
+
+
+@pytest.mark.parametrize(("trained", "gradient", "optimizer"), [(0, 0, 0), (100, 400, 30)])
+def test_parameters_of_no_unit_are_whole_already(run, trained, gradient, optimizer):
+    units = run.manifest.units
+    model = run.manifest.model.model_copy(
+        update={
+            "num_parameters": 100 + sum(unit.num_parameters for unit in units),
+            "num_trainable_parameters": trained
+            + sum(unit.num_trainable_parameters for unit in units),
+        }
+    )
+    held = (CategoryBytes("sharded_parameter", 400), CategoryBytes("optimizer_state", 30))
+    peak = replace(PEAK, owners=(OwnerBytes(NO_UNIT, None, 430, held),))
+    found, ranks = whole(run, peak, model=model), run.manifest.world_size
+    of_units = ranks * sum(unit.sharded_bytes for unit in units)
+    assert found.parameter_bytes == of_units + 400
+    assert found.gradient_bytes == of_units + gradient
+    assert found.optimizer_bytes == ranks * (200 - optimizer) + optimizer
 
 
 def test_it_fits_a_device_that_is_a_ninth_larger(run):
