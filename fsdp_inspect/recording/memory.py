@@ -108,7 +108,8 @@ class MemoryProbe:
         self._counters = counters
         session.samples_boundaries = counters is not None
         session.watch_memory()
-        self._inputs_step = -1
+        self._inputs_seen = (-1, True)
+        """The step of the last named inputs, and whether their forward had gradients."""
         self._highest_bytes = 0
         self._last_read = (-2, 0)
         """The step of the last reading, and the allocations by the driver until then."""
@@ -195,13 +196,18 @@ class MemoryProbe:
         self._name((gradient,), MemoryCategory.UNSHARDED_GRADIENT, unit)
 
     def inputs(self, args: Any, kwargs: Any) -> None:
-        """Classify the arguments of the first forward of a step."""
+        """Classify the arguments of the first forward of a step, and of the first with gradients.
+
+        A forward without gradients, as in an evaluation, describes the inputs only until another.
+        """
         session = self._session
-        if session.tracker is None or self._inputs_step == session.step or session.open_units:
+        now = (session.step, torch.is_grad_enabled())
+        if session.tracker is None or now <= self._inputs_seen or session.open_units:
             return
-        self._inputs_step = session.step
+        self._inputs_seen = now
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
-        session.inputs = call_unseen(describe_tensors, leaves)
+        if torch.is_grad_enabled() or not session.inputs:
+            session.inputs = call_unseen(describe_tensors, leaves)
         self._name(leaves, MemoryCategory.INPUT, NO_UNIT)
 
     def unsharded(self, handle: UnitHandle, unit: int) -> None:

@@ -549,8 +549,10 @@ class RunManifest(Record):
     def num_outside_units(self) -> int:
         """Parameters of the model that no unit holds, such as ignored ones.
 
-        With tensor parallelism it is too high, because a unit then counts its part of a tensor.
+        0 with tensor parallelism: a unit then counts its part of a tensor.
         """
+        if "tp" in self.mesh:
+            return 0
         in_units = sum(unit.num_parameters for unit in self.units)
         return max(self.model.num_parameters - in_units, 0)
 

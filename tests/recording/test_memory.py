@@ -141,3 +141,19 @@ def test_frozen_parameters_of_ddp_are_parameters(tmp_path: Path) -> None:
     peak = open_run(tmp_path / "run").summary().memory.peak
     sizes = {row.category: row.bytes for row in peak.categories}
     assert sizes["sharded_parameter"] == 4 * (64 * 64 + 64 * 2)
+
+
+def test_inputs_are_those_of_forwards_with_gradients() -> None:
+    session = Session(HostClock(), lambda row: None, ProcessGroups())
+    tracker: Any = SimpleNamespace(classify=lambda tensors, category, unit: named.extend(tensors))
+    session.tracker, named = tracker, list[torch.Tensor]()
+    probe = MemoryProbe(session, lambda row: None, Counters())
+    evaluated, trained = torch.ones(4, 8), torch.ones(32, 8)
+    for step in range(2):
+        session.step = step
+        with torch.no_grad():
+            probe.inputs((evaluated,), {})
+        probe.inputs((trained,), {})
+        probe.inputs((evaluated,), {})
+        assert session.inputs == "32 x 8 float32"
+    assert [each.shape[0] for each in named] == [4, 32, 4, 32]
