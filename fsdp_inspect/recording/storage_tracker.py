@@ -614,14 +614,15 @@ def _free_callback(tracker: StorageTracker) -> Callable[[ref[torch.UntypedStorag
 def _category_of_argument(func: Any, tensor: TensorLike) -> MemoryCategory | None:
     """The category of an unknown storage in an argument: an input, unless it was just computed.
 
-    Results of code that torch cannot see (a compiled region, an extension) require a gradient or
-    are written to. `torch.tensor` lifts its new tensor. These storages get the category of storages
-    that are allocated in a step.
+    Results of code that torch cannot see (a compiled region, an extension) are written to, or
+    require a gradient. A leaf that requires one is no result, but a parameter of another model.
+    `torch.tensor` lifts its new tensor. These results get the category of storages that are
+    allocated in a step.
     """
     schema = schema_of(func)
     written = schema is not None and schema.is_mutable
     lifted = func is torch.ops.aten.lift_fresh.default
-    computed = isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    computed = isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf
     return None if written or lifted or computed else MemoryCategory.INPUT
 
 

@@ -104,6 +104,17 @@ def test_storage_lives_until_its_last_view_dies(tracker):
     assert memory.end.total_bytes == 0
 
 
+def test_a_parameter_of_another_model_is_no_activation(tracker):
+    teacher = torch.ones(KIB // 4, requires_grad=True)
+    with tracker:
+        with torch.no_grad():
+            target = teacher.exp()
+        tracker.mark(MemoryPoint.FORWARD_END)
+    held = tracker.result().marks[0].instant.by_category
+    assert held == {MemoryCategory.INPUT: KIB, MemoryCategory.ACTIVATION: KIB}
+    assert target.numel() == teacher.numel()
+
+
 def test_storage_held_by_autograd_alone_is_alive(tracker, place):
     weight = torch.ones(KIB // 4, requires_grad=True)
     with tracker:
@@ -112,7 +123,10 @@ def test_storage_held_by_autograd_alone_is_alive(tracker, place):
         place.phase = Phase.BACKWARD
         loss.backward()
     forward_end = tracker.result().marks[0].instant
-    assert forward_end.by_category == {MemoryCategory.ACTIVATION: 2 * KIB + 4}
+    assert forward_end.by_category == {
+        MemoryCategory.INPUT: KIB,
+        MemoryCategory.ACTIVATION: KIB + 4,
+    }
 
 
 @pytest.mark.parametrize(
