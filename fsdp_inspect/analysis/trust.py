@@ -398,8 +398,8 @@ class Trust:
 
     def calibration_margin(self, step_ns: int) -> float:
         """How far the compute of a new run may differ from that of this one, as a fraction."""
-        low, high = self.step_range_ns(step_ns, [step_ns], replayed_ns=step_ns, exposed_ns=0)
-        return (high - low) / (2 * step_ns)
+        _, high_ns = self.step_range_ns(step_ns, [step_ns], replayed_ns=step_ns, exposed_ns=0)
+        return high_ns / step_ns - 1
 
     @property
     def self_check_margin(self) -> float:

@@ -7,6 +7,7 @@ lacks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -58,6 +59,8 @@ from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump
 if TYPE_CHECKING:
     from fsdp_inspect.diagnosis.fitting_plans import PlanSearch
 
+_REFUSED = re.compile(r"[\w. -]+: \[Errno (5|27|28|30|116|122)\]")
+"""A problem of the store's writer with a disk: EIO, EFBIG, ENOSPC, EROFS, ESTALE, EDQUOT."""
 LEAST_HIGH_LOSSES = 5
 """The smallest number of high logged losses after a spike that counts as unrecovered."""
 _LEAST_LEAD_NS = 50_000_000
@@ -1059,7 +1062,7 @@ class _Case:
             rank: error
             for rank in sorted(silent)
             for error in self._records[rank].problems
-            if "[Errno " in error
+            if _REFUSED.match(error)
         }
         others = {end.kind for rank, end in self._ends.items() if rank not in silent}
         if not silent or self._is_running or errors.keys() < silent or others - {EndKind.COMPLETE}:

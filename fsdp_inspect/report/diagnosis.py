@@ -848,7 +848,7 @@ def _no_problem(found: Diagnosis) -> str:
             return (
                 f"Cannot tell how {who} ended: a disk refused their files "
                 f"({_clip(found.failure)}), "
-                "so that their end is missing shows nothing."
+                "so their missing end shows nothing."
             )
         case Unknown.NO_BLACK_BOX:
             ended = f"{_ENDED}. " if found.status is Status.HEALTHY else ""

@@ -292,6 +292,14 @@ def test_ranks_whose_files_a_disk_refused_may_have_ended_well(other: RunStatus) 
         assert text.next[-1].startswith("Look at the exit code of the launcher.")
 
 
+def test_another_error_of_the_recorder_does_not_hide_that_ranks_were_killed() -> None:
+    boxes = {rank: make_box(DONE, RANKS, replace(HUNG, hang_seen_ns=0)) for rank in RANKS}
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.CRASHED))
+    lost = "The process group's store does not answer ([Errno 111] Connection refused)."
+    records = [each.model_copy(update={"problems": [lost]}) for each in run.ranks]
+    assert diagnose(replace(run, ranks=records)).unknown is not Unknown.NOT_WRITTEN
+
+
 def test_of_two_ranks_that_vanished_the_one_that_waited_is_no_culprit() -> None:
     gone = replace(HUNG, ended_unix_ns=20 * SECOND, hang_seen_ns=0)
     later = replace(gone, ended_unix_ns=25 * SECOND)

@@ -532,7 +532,7 @@ def named_optimizer_and_another(folder: Path, sharder: str) -> None:
             setup.model.zero_grad()
 
 
-@loop("fsdp2", mistake="Short microbatches weigh a token up to 5.0 times as much.")
+@loop("fsdp2", mistake="Tokens of short microbatches weigh up to 5.0 times as much.")
 def means_of_unequal_microbatches(folder: Path, sharder: str) -> None:
     """On each rank, the second microbatch has a fifth of the labels of the first."""
 

@@ -137,7 +137,7 @@ def _mostly_without(observed: Observed, seen: _Seen) -> TrainingFault | None:
         observed,
         seen,
         f"{least - most} of {plural(least, 'trainable parameter')} have no gradient.",
-        f"In none of the first {plural(optimizer.num_steps, 'update')}, they had one.",
+        f"They had none in the first {plural(optimizer.num_steps, 'update')}.",
         "Look for no_grad, detach or a reentrant checkpoint around the part that should train: it "
         "needs an input that requires a gradient. Freeze the part if it should stay: "
         "requires_grad_(False).",

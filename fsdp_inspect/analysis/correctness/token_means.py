@@ -100,7 +100,7 @@ def _between_microbatches(observed: Observed) -> Iterator[TrainingFault]:
     yield TrainingFault(
         TrainingCheck.LOSS,
         tuple(sorted(observed.seen)),
-        f"Short microbatches weigh a token up to {_ratio_of(losses):.1f} times as much.",
+        f"Tokens of short microbatches weigh up to {_ratio_of(losses):.1f} times as much.",
         f"Each microbatch takes the mean over its own tokens: in step {losses[heavy].step}, "
         f"{losses[light].num_tokens} in microbatch {light} and {losses[heavy].num_tokens} in "
         f"microbatch {heavy}, with equal weights. So it is in {len(unequal)} of {len(steps)} "
