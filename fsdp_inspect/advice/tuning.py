@@ -16,10 +16,10 @@ from fsdp_inspect.formatting import format_ns, format_ratio
 from fsdp_inspect.reading import MAX_JSON_BYTES, InvalidTextError, parse_json, read_regular
 from fsdp_inspect.simulation.predictions.records import Outcome, Prediction, Ruling, now
 from fsdp_inspect.statistics import median
-from fsdp_inspect.store.records import replace_file
 from fsdp_inspect.trace.records import Record
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.version import __version__
+from fsdp_inspect.writing import replace_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from fsdp_inspect.reading import read_regular
 from fsdp_inspect.store.boundary import max_memory_bytes
 from fsdp_inspect.store.files import fingerprint_extent, fingerprint_run, is_url
 from fsdp_inspect.store.folder import LISTING_DEPTH, find_run_ids
-from fsdp_inspect.store.records import replace_file
 from fsdp_inspect.store.remote_files import RemoteFiles
 from fsdp_inspect.store.remote_runs import measure_remote_runs
 from fsdp_inspect.store.remote_system import (
@@ -28,6 +27,7 @@ from fsdp_inspect.store.remote_system import (
     retry,
 )
 from fsdp_inspect.store.upload import UploadTarget
+from fsdp_inspect.writing import replace_file
 
 
 class LocalCatalogFolder:

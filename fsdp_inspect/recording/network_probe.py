@@ -23,11 +23,12 @@ from fsdp_inspect.formatting import format_bytes, format_ns
 from fsdp_inspect.recording.launcher import RankParser, say
 from fsdp_inspect.statistics import median
 from fsdp_inspect.store.folder import read_manifest
-from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import PROBE_FILE
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.network_probe import NetworkProbe, ProbedMessage
 from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.writing import replace_file
 
 _DESCRIPTION = """\
 Measure the latency and bandwidth between the ranks of a job.

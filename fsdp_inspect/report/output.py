@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fsdp_inspect.errors import ExportError
-from fsdp_inspect.store.records import unfinished_path
+from fsdp_inspect.writing import unfinished_path
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from fsdp_inspect.store.arrow_columns import (
 )
 from fsdp_inspect.store.boundary import check_decoded_size
 from fsdp_inspect.store.checksums import checksum_columns, checksum_text
-from fsdp_inspect.store.records import ExpectedOrigin, check_version, unfinished_path
+from fsdp_inspect.store.records import ExpectedOrigin, check_version
 from fsdp_inspect.store.remote_blocks import RemoteBlocks
 from fsdp_inspect.store.schema import (
     FOOTER_CHECKSUM_KEY,
@@ -44,6 +44,7 @@ from fsdp_inspect.store.schema import (
 )
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Record
 from fsdp_inspect.trace.run import TableOrigin
+from fsdp_inspect.writing import unfinished_path
 
 _ZSTD_LEVEL = 3
 _MAX_FOOTER_BYTES = 16 << 20

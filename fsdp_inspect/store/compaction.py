@@ -29,12 +29,7 @@ from fsdp_inspect.store.folder import (
     read_rank_record,
 )
 from fsdp_inspect.store.rank_tables import read_table
-from fsdp_inspect.store.records import (
-    ExpectedOrigin,
-    encode_record,
-    replace_file,
-    write_record_bundle,
-)
+from fsdp_inspect.store.records import ExpectedOrigin, encode_record, write_record_bundle
 from fsdp_inspect.store.reduction.run_statistics import (
     WHOLE_STEP_KINDS,
     is_of_whole_step,
@@ -62,6 +57,7 @@ from fsdp_inspect.store.summary_files import (
 )
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 from fsdp_inspect.trace.tables import SummaryTable
+from fsdp_inspect.writing import replace_file
 
 MAX_BYTES_AT_END = 64 << 20
 """Larger streams of a rank are not compacted when its training ends."""

@@ -25,11 +25,12 @@ from fsdp_inspect.store.folder import (
     write_manifest_if_absent,
 )
 from fsdp_inspect.store.rank_tables import read_table
-from fsdp_inspect.store.records import AnyRecord, decode_record, encode_record, replace_file
+from fsdp_inspect.store.records import AnyRecord, decode_record, encode_record
 from fsdp_inspect.store.schema import EVENTS, KERNELS_FILE, RANK_FILE, TableFile, TableT
 from fsdp_inspect.trace.kernels import KernelRecord
 from fsdp_inspect.trace.run import UNPLACED_CLOCK, ClockPair, RankRecord, RunManifest, RunStatus
 from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.writing import replace_file
 
 _ATTEMPT = 0
 _PARTS = "parts"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdp_inspect.errors import NotARunError, StoreError
 from fsdp_inspect.store.files import LocalFiles, RunFiles, is_url, open_files
-from fsdp_inspect.store.records import decode_record, encode_record, replace_file
+from fsdp_inspect.store.records import decode_record, encode_record
 from fsdp_inspect.store.remote_runs import find_remote_runs
 from fsdp_inspect.store.schema import (
     BLACK_BOX_FILE,
@@ -27,6 +27,7 @@ from fsdp_inspect.store.schema import (
     rank_numbers,
 )
 from fsdp_inspect.trace.run import JobLaunch, RankRecord, RunManifest, RunStatus
+from fsdp_inspect.writing import replace_file
 
 _CREATED = re.compile(rb'"created_unix_ns"\s*:\s*(\d{1,19})\b')
 _TEXT = rb'("(?:[^"\\]|\\.)*")'

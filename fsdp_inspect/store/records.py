@@ -3,14 +3,10 @@
 A record is written to a temporary file and renamed, so that a reader never sees half of it.
 """
 
-import contextlib
 import gzip
 import hashlib
 import json
-import os
 import re
-import socket
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +28,7 @@ from fsdp_inspect.trace.live_memory import LiveMemoryRecord, OutOfMemoryRecord
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.trace.run import RankRecord, RunManifest, TableOrigin
+from fsdp_inspect.writing import replace_file
 
 AnyRecord = (
     RunManifest
@@ -144,40 +141,6 @@ class ExpectedOrigin:
         raise CorruptFileError(
             f"{name} {found}. Expected {self.origin}. The file is ignored. {_REMEDY}"
         )
-
-
-def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Replace a file atomically.
-
-    Args:
-        path: The file; its folder must exist.
-        content: All bytes.
-        durable: Wait until the bytes are on the disk, so that a power failure cannot lose them.
-
-    Raises:
-        OSError: Writing failed. The old file is unchanged, and no temporary file is left.
-    """
-    unfinished = unfinished_path(path)
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
-
-
-def unfinished_path(path: Path) -> Path:
-    """The temporary path to which this thread writes a file before it is renamed.
-
-    It contains the host: processes in containers often have the same number.
-    """
-    writer = f"{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}"
-    return path.with_name(f"{path.name}.tmp-{writer}")
 
 
 _REMEDY = "Copy the file again from where it was recorded."

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fsdp_inspect.quantities import parse_bytes
-from fsdp_inspect.store.records import replace_file
+from fsdp_inspect.writing import replace_file
 
 # --- Keep parts of remote files in the user's cache folder, under their ETag.
 #

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.reading import InvalidTextError, open_regular, parse_json, read_regular
-from fsdp_inspect.store.records import replace_file
 from fsdp_inspect.store.remote_files import (
     GROWING_SUFFIXES,
     file_of_segment,
@@ -43,6 +42,7 @@ from fsdp_inspect.store.schema import (
     STATISTICS,
     SUMMARY,
 )
+from fsdp_inspect.writing import replace_file
 
 # --- Write, list and remove files below one URL.
 

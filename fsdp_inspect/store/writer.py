@@ -30,7 +30,7 @@ from fsdp_inspect.store.at_exit import call_at_exit
 from fsdp_inspect.store.compaction import MAX_BYTES_AT_END, compact_rank
 from fsdp_inspect.store.folder import pid_scope, rank_folder
 from fsdp_inspect.store.notes import describe_rows
-from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import (
     DEVICE,
     EVENTS,
@@ -43,6 +43,7 @@ from fsdp_inspect.store.streams import LiveStream, Row
 from fsdp_inspect.trace.allocations import AllocationsRecord
 from fsdp_inspect.trace.live_memory import LiveMemoryRecord, OutOfMemoryRecord
 from fsdp_inspect.trace.run import RankRecord, RunStatus
+from fsdp_inspect.writing import replace_file
 
 logger = logging.getLogger("fsdp_inspect.store")
 

@@ -35,6 +35,7 @@ from fsdp_inspect.errors import PlanError
 from fsdp_inspect.reading import MAX_TOML_BYTES, read_regular
 from fsdp_inspect.trace import plan_text
 from fsdp_inspect.trace.records import MAX_MICROBATCHES, MAX_WORLD_SIZE
+from fsdp_inspect.writing import replace_file
 
 PLAN_VERSION = 1
 """Increased when an older reader would misread a newer plan."""
@@ -260,12 +261,10 @@ class Plan(PlanRecord):
         return plan_text.render(self.model_dump(mode="python"), plan_text.defaults_of(UnitPlan))
 
     def dump(self, path: str | Path) -> None:
-        """Write a plan file; an existing file is replaced as a whole."""
+        """Write a plan file; an existing file is replaced as a whole. All ranks may write it."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        unfinished.write_text(self.to_toml(), encoding="utf-8")
-        unfinished.replace(path)
+        replace_file(path, self.to_toml().encode())
 
     @property
     def unit_names(self) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.store.records import encode_record
+from fsdp_inspect.writing import replace_file
 from tests.app.conftest import start_app
 from tests.store.run_files import make_manifest
 

@@ -10,12 +10,13 @@ import numpy as np
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.store.folder import create_run, rank_folder
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.reduction.run_statistics import WHOLE_STEP_KINDS
 from fsdp_inspect.store.schema import BLACK_BOX_FILE, RANK_FILE
 from fsdp_inspect.store.summary_files import write_run_summary_file
 from fsdp_inspect.trace.black_box import encode as encode_black_box
 from fsdp_inspect.trace.tables import SummaryTable
+from fsdp_inspect.writing import replace_file
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
 from tests.boxes import HEADER, SECOND, Call, make_box
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step

@@ -20,10 +20,11 @@ from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.importing.snapshot import import_snapshot
 from fsdp_inspect.store.folder import list_runs, rank_folder
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import RANK_FILE
 from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.tables import EventTable
+from fsdp_inspect.writing import replace_file
 from tests.app.synthetic import UNIT_FQNS, make_manifest, make_run, write_run
 from tests.browser.conftest import fits_the_window, serve
 from tests.browser.settling import settle

@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_inspect.advice import plan_simulator
 from fsdp_inspect.importing import trace_part
 from fsdp_inspect.store import compaction
-from fsdp_inspect.store.records import unfinished_path
+from fsdp_inspect.writing import unfinished_path
 
 ORDERS = Path(os.environ["FSDP_INSPECT_TEST_FAULTS"])
 _read_trace = getattr(trace_part.read_trace, "original", trace_part.read_trace)

@@ -32,10 +32,10 @@ from fsdp_inspect.report.out_of_memory import describe_fitting_plans, describe_m
 from fsdp_inspect.run import Run
 from fsdp_inspect.store import writer
 from fsdp_inspect.store.reader import open_run
-from fsdp_inspect.store.records import replace_file
 from fsdp_inspect.store.reduction.order_wording import shorten_place
 from fsdp_inspect.store.schema import OUT_OF_MEMORY_FILE
 from fsdp_inspect.trace.codes import Phase
+from fsdp_inspect.writing import replace_file
 
 CUDA_MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of "

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.errors import CorruptFileError, SchemaVersionError
-from fsdp_inspect.store.records import decode_record, encode_record, replace_file
+from fsdp_inspect.store.records import decode_record, encode_record
 from fsdp_inspect.trace.run import RankRecord, RunManifest
 from tests.store.run_files import make_manifest, make_record
 
@@ -101,12 +101,3 @@ def test_field_of_a_later_version_is_ignored() -> None:
     fields = json.loads(encode_record(make_manifest()))
     del fields["crc32"]
     assert decode(json.dumps({**fields, "weather": "fine"}).encode()) == make_manifest()
-
-
-def test_refused_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    target = tmp_path / "rank.json"
-    target.mkdir()
-    (target / "in the way").touch()
-    with pytest.raises(OSError, match=r"rank\.json"):
-        replace_file(target, b"new")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["rank.json"]

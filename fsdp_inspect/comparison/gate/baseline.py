@@ -29,8 +29,8 @@ from fsdp_inspect.comparison.settings import NAMES_AND_PLACES
 from fsdp_inspect.error_text import describe_validation_error
 from fsdp_inspect.errors import CheckError
 from fsdp_inspect.reading import MAX_JSON_BYTES, InvalidTextError, parse_json, read_regular
-from fsdp_inspect.store.records import replace_file
 from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.writing import replace_file
 
 RUNS_TO_LEARN = 3
 """Runs from which a baseline learns the tolerance of memory."""

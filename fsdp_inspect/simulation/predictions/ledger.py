@@ -28,7 +28,7 @@ from fsdp_inspect.simulation.predictions.records import (
     Prediction,
     Ruling,
 )
-from fsdp_inspect.store.records import replace_file
+from fsdp_inspect.writing import replace_file
 
 LEDGER_FILE = "predictions.jsonl"
 

@@ -25,7 +25,7 @@ from fsdp_inspect.store.compacted import write_compacted
 from fsdp_inspect.store.compaction import compact_rank, write_run_summary
 from fsdp_inspect.store.files import LocalFiles
 from fsdp_inspect.store.folder import create_run, rank_folder
-from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.store.schema import EVENTS, MEMORY, RANK_FILE, SCALARS, TableFile, TableT
 from fsdp_inspect.store.summary_files import read_rank_summary, write_rank_summary
 from fsdp_inspect.trace.codes import NO_UNIT, EventFlag, EventKind, MemoryPoint, Phase, Stream
@@ -45,6 +45,7 @@ from fsdp_inspect.trace.tables import (
     MemoryTable,
     ScalarTable,
 )
+from fsdp_inspect.writing import replace_file
 
 UNIT_PARAMETERS = 218_000_000
 """The parameters of about a Llama block of 8 billion parameters."""

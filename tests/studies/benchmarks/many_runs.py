@@ -15,8 +15,9 @@ from pathlib import Path
 
 from fsdp_inspect.catalog.index import index_runs
 from fsdp_inspect.store.folder import read_manifest
-from fsdp_inspect.store.records import encode_record, replace_file
+from fsdp_inspect.store.records import encode_record
 from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.writing import replace_file
 from tests.studies.benchmarks.large_run import Shape, write_large_run
 
 _SHAPE = Shape(num_ranks=2, num_steps=40, num_units=4)

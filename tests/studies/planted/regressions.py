@@ -101,7 +101,7 @@ EXPECTED: dict[str, Expected] = {
     "state kept, logits in float32": Expected(
         None, ("activation", "(no unit)"), other=_COPY, also_grew=_EARLIER
     ),
-    "state kept, a norm added": Expected(None, ("activation", "layers.1"), other=_COPY),
+    "state kept, a norm added": Expected(None, _EARLIER, other=_COPY),
     "a bigger batch without a setting, a norm added": Expected(
         "the batch grew", ("activation", "layers.1"), other_cause="the model has 262,656 parameters"
     ),
