@@ -9,6 +9,8 @@ from fsdp_inspect.simulation.predictions.records import (
     Prediction,
     Ruling,
 )
+from fsdp_inspect.trace.plan import Plan, UnitPlan
+from tests.builders import InMemoryRun, RunBuilder
 
 MS = 1_000_000
 CIRCUMSTANCES = Circumstances(
@@ -20,6 +22,8 @@ CIRCUMSTANCES = Circumstances(
     source="recorded",
     torch="2.13.0",
 )
+UNITS = ("layers.0", "layers.1")
+PLAN = Plan(units=tuple(UnitPlan(modules=(name,)) for name in UNITS)).to_dict()
 
 
 def prediction(**fields: Any) -> Prediction:
@@ -61,3 +65,24 @@ def outcome(**fields: Any) -> Outcome:
         "step_error": 0.01,
     }
     return Outcome(**{**plain, **fields})
+
+
+def prediction_from(before: InMemoryRun, **fields: Any) -> Prediction:
+    """`prediction` of the plan of `run_of` for the machine of a run."""
+    circumstances = Circumstances.of(before.manifest)
+    return prediction(circumstances=circumstances, baseline_plan=PLAN, plan=PLAN, **fields)
+
+
+def run_of(run_id: str, *, compute: int, waiting: int, loss: float = 1.0) -> InMemoryRun:
+    """Nine steps with a loss, each with a forward and a backward of `compute` ms together."""
+    builder = RunBuilder(UNITS, run_id=run_id, plan=PLAN)
+    rank = builder.rank(0)
+    length, half = (compute + waiting) * MS, compute * MS // 2
+    for number in range(9):
+        at = number * length
+        rank.step(number, at, at + length)
+        rank.loss(loss)
+        rank.all_gather("layers.0", at, at + waiting * MS, need=at)
+        rank.forward("layers.0", at + waiting * MS, at + waiting * MS + half)
+        rank.backward("layers.0", at + waiting * MS + half, at + length)
+    return builder.build()

@@ -60,8 +60,9 @@ def verify(
     file next to the runs, and `advise --details` shows it.
 
     Exit code 0: the prediction held, or the change is not significant. 1: the prediction did not
-    hold. 2: it cannot be judged, because the plan, machine, model or network differs or a file is
-    unreadable. With exit code 2, no outcome is written.
+    hold. 2: "cannot tell", because something else may have changed the times, such as a busier
+    machine; or it cannot be judged, because the plan, machine, model or network differs or a file
+    is unreadable. What cannot be judged is not written.
 
     Example: `fsdp-inspect verify plan.prediction.json runs/after --baseline runs/before`
     """
@@ -70,13 +71,14 @@ def verify(
     from fsdp_inspect.simulation.predictions.records import Ruling
 
     try:
-        ruling = _verify(prediction, runs, baseline or [], history, as_json=as_json).ruling
+        found = _verify(prediction, runs, baseline or [], history, as_json=as_json)
     except FsdpInspectError as error:
         print(show_controls(f"fsdp-inspect: {error}"), file=sys.stderr)
         raise typer.Exit(CANNOT_BE_JUDGED) from error
-    if ruling is Ruling.NOT_COMPARABLE:
+    is_unknown = found.ruling is Ruling.CANNOT_BE_TOLD and found.has_other_cause
+    if is_unknown or found.ruling is Ruling.NOT_COMPARABLE:
         raise typer.Exit(CANNOT_BE_JUDGED)
-    if ruling is Ruling.DID_NOT_HOLD:
+    if found.ruling is Ruling.DID_NOT_HOLD:
         raise typer.Exit(DID_NOT_HOLD)
 
 

@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_inspect.simulation.predictions.ledger import LEDGER_FILE, read_ledger
+from fsdp_inspect.simulation.predictions.ledger import (
+    LEDGER_FILE,
+    read_ledger,
+    write_prediction,
+)
 from fsdp_inspect.simulation.predictions.records import Ruling
+from tests.builders import write_run
+from tests.prediction_records import prediction_from, run_of
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 
@@ -87,6 +93,22 @@ def test_new_advice_says_how_earlier_predictions_came_out(tuned, invoke):
     result = json.loads(invoke("advise", tuned.run("baseline-0"), "--json").out)
     assert result["track_record"]["num_held"] == int(is_held)
     assert result["track_record"]["num_verified"] == int(is_judged)
+
+
+@pytest.mark.parametrize(
+    ("compute", "waiting", "code", "answer"),
+    [(70, 10, 0, "Held"), (70, 30, 1, "Did not hold"), (91, 10, 2, "Cannot tell")],
+)
+def test_the_exit_code_says_whether_the_prediction_held(
+    tmp_path, invoke, compute, waiting, code, answer
+):
+    before = run_of("before", compute=70, waiting=30)
+    write_run(before, tmp_path / "before")
+    write_run(run_of("after", compute=compute, waiting=waiting), tmp_path / "after")
+    write_prediction(prediction_from(before), tmp_path / "p.json")
+    ended = invoke("verify", tmp_path / "p.json", tmp_path / "after")
+    assert (ended.code, ended.out.partition(":")[0]) == (code, answer)
+    assert "Wrote the outcome to" in ended.out
 
 
 def test_a_run_of_another_plan_cannot_be_judged_and_is_named(told, invoke):

@@ -113,6 +113,9 @@ class Verification(Result):
     """Change of forward and backward against the baseline's runs, without the predicted cost of
     hiding communication. It shows the effect of the machine. None: no run of the baseline, or the
     plan changes the computation."""
+    has_other_cause: bool
+    """True if something other than the plan may have changed the times: a caveat names it. Without
+    a difference in memory, the ruling is then `CANNOT_BE_TOLD`."""
     quantities: tuple[Quantity, ...]
     units: tuple[VerifiedUnit, ...]
     """Longest waits first."""
@@ -213,6 +216,7 @@ def verify_prediction(
         step_error=None if change[0] is None else (1 + change[0]) / (1 + prediction.change) - 1,
         is_tested=step.is_tested if step else False,
         compute_change=moved.change if moved else None,
+        has_other_cause=has_other_cause,
         quantities=quantities
         if is_judged
         else tuple(replace(each, ruling=None) for each in quantities),
