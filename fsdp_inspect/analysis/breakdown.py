@@ -7,7 +7,7 @@ exposed parts are also split by dimension of the device mesh.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -124,8 +124,8 @@ class StepBreakdown:
     parts: tuple[PartTime, ...]
     """The parts in the order of `PARTS_OF_STEP`. Their durations add up to `step_time_ns`
     exactly."""
-    exposed_ns: int
-    """Sum of the exposed parts."""
+    exposed_ns: int | None
+    """Sum of the exposed parts; None if the import shows no collective."""
     closest_step: int
     """The step of `steps` whose time is closest to `step_time_ns`, as an example."""
     communication_ns: int
@@ -142,6 +142,13 @@ class StepBreakdown:
     def duration_ns(self, part: StepPart) -> int:
         """Return the time of one part."""
         return next(row.duration_ns for row in self.parts if row.name == part.label)
+
+    @property
+    def exposed_ratio(self) -> float | None:
+        """The exposed share of the step, 0 to 1; None if the exposed time is unknown."""
+        if self.exposed_ns is None:
+            return None
+        return self.exposed_ns / max(self.step_time_ns, 1)
 
     @property
     def exposed_by_kind_ns(self) -> dict[str, int]:
@@ -256,7 +263,7 @@ def _describe_ranks(
     places = np.searchsorted(typical.rank, [member.rank for member in members])
     dimensions = _split_by_rank(run, typical, parts, places)
     for place, member in zip(places.tolist(), members, strict=True):
-        yield _describe(
+        described = _describe(
             parts,
             place,
             steps=member.typical_steps,
@@ -264,6 +271,7 @@ def _describe_ranks(
             overlapping=(communication[place], between[member.rank]),
             dimensions=dimensions[member.rank],
         )
+        yield _as_far_as_known(run, described)
 
 
 def _mean_between(run: RunSource, members: Sequence[RankSteps]) -> dict[int, int]:
@@ -314,7 +322,7 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
     np.add.at(sums, rows.kind, rows.duration_ns)
     parts = _split_sums(rows.rank[:1], sums[list(_KINDS[:-1])][np.newaxis], np.ones(1, np.int64))
     communication, between = (int(sums[kind]) for kind in _OVERLAPPING)
-    return _describe(
+    described = _describe(
         parts,
         0,
         steps=np.array([step], dtype=np.int32),
@@ -328,6 +336,12 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
             step_time_ns=int(parts.step_time_ns[0]),
         ),
     )
+    return _as_far_as_known(run, described)
+
+
+def _as_far_as_known(run: RunSource, described: StepBreakdown) -> StepBreakdown:
+    is_unknown = timed_ranks(run).lacks_communication
+    return replace(described, exposed_ns=None) if is_unknown else described
 
 
 def _split_sums(

@@ -110,7 +110,7 @@ def measure_breakdown_causes(
         shown=shown,
         is_typical=shown is not None and step is None,
         largest=max(shown.parts, key=lambda part: part.duration_ns) if shown else None,
-        exposed_ratio=shown.exposed_ns / max(shown.step_time_ns, 1) if shown else None,
+        exposed_ratio=None if shown is None else shown.exposed_ratio,
         causes_ns=causes,
         stop_ratios=stops.ratios if stops is not None and step is None else {},
         arrivals=arrivals,
@@ -135,7 +135,7 @@ def split_exposed_by_cause(
         run,
         rank=shown.rank,
         steps=steps,
-        exposed_ns=shown.exposed_ns,
+        exposed_ns=shown.exposed_ns or 0,
         last_arrival_ns=last_arrival_ns,
     )
     return causes, arrivals

@@ -19,7 +19,12 @@ from numpy.typing import NDArray
 from fsdp_inspect.analysis.breakdown import DimensionTime, measure_rank_breakdown
 from fsdp_inspect.analysis.link_fit import fit_link
 from fsdp_inspect.analysis.mesh_dimensions import GroupDimensions, group_dimensions
-from fsdp_inspect.analysis.step_selection import RankSteps, collective_rows, inspected_rank
+from fsdp_inspect.analysis.step_selection import (
+    RankSteps,
+    collective_rows,
+    inspected_rank,
+    timed_ranks,
+)
 from fsdp_inspect.analysis.wait_causes import NEEDED_KINDS, Cause, Waits, read_waits, split_waits
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column, unit_column
 from fsdp_inspect.formatting import format_cause, format_owner
@@ -356,18 +361,18 @@ def measure_exposed(
             wait has the cause `straggler`.
 
     Returns:
-        None if the rank has no timed step.
+        None if the rank has no timed step, or if the import shows no collective.
 
     Raises:
         IncompleteRunError: The run has no data of the rank.
     """
     member = inspected_rank(run, rank)
-    if member is None:
+    if member is None or timed_ranks(run).lacks_communication:
         return None
     waits = read_waits(run, member, last_arrival_ns=last_arrival_ns)
     split = measure_rank_breakdown(run, member)
     dimensions = group_dimensions(run, member.rank)
-    exposed, step_time = split.exposed_ns, split.step_time_ns
+    exposed, step_time = split.exposed_ns or 0, split.step_time_ns
     in_typical = np.isin(waits.collectives.step, member.typical_steps)
     typical = _TypicalWaits(waits.where(in_typical), len(member.typical_steps))
     return Exposed(

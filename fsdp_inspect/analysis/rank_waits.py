@@ -35,7 +35,7 @@ class RankWaits(TableResult):
     left_out: str
     """The number of timed steps and the steps that are left out, as a sentence."""
     exposed: Exposed | None
-    """None without a timed step, like the fields below."""
+    """None without a timed step, or if the import shows no collective."""
     prefetch: Prefetch | None
     bandwidth: Bandwidth | None
     contention: Contention | None

@@ -294,6 +294,8 @@ class TimedRanks:
     median: RankSteps | None
     """The median rank, which represents the run; None without a timed step. See
     [Note: the median rank]."""
+    lacks_communication: bool
+    """True for an import of several ranks that shows no collective: exposed time is unknown."""
     read_members: Callable[[], tuple[RankSteps, ...]] = field(repr=False, compare=False)
     """Reads `members`."""
 
@@ -322,6 +324,9 @@ def _timed_ranks(run: RunSource) -> TimedRanks:
     return TimedRanks(
         typical=typical,
         median=_select_median(run, typical, here),
+        lacks_communication=run.manifest.source == "imported"
+        and run.manifest.world_size > 1
+        and not typical.communication_ns.any(),
         read_members=lambda: _read_members(run, typical.rank.tolist()),
     )
 

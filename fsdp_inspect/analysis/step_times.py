@@ -184,16 +184,23 @@ class RankOverlap:
     host: str
     num_steps: int
     step_time_ns: int
-    communication_ns: int
-    """Union of the rank's running collectives over all streams."""
-    exposed_ns: int
+    communication_ns: int | None
+    """Union of the rank's running collectives over all streams; None, as the next value, if the
+    import shows no collective (`TimedRanks.lacks_communication`)."""
+    exposed_ns: int | None
     """The time in which the compute stream (CPU: the main thread) waits for a running
     collective."""
     overlap_ratio: float | None
     """1 - exposed / communication, 0 to 1; None without communication."""
     communication_bytes: int | None
     """Sum of the full padded messages of one step; None if some sizes are unknown."""
-    collectives_per_step: float
+    collectives_per_step: float | None
+    """None if the import shows no collective."""
+
+    @property
+    def hidden_ns(self) -> int:
+        """Communication during which the rank does not wait; 0: none, or unknown."""
+        return (self.communication_ns or 0) - (self.exposed_ns or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +226,8 @@ def measure_overlap(run: RunSource) -> Overlap:
     """
     timed = timed_ranks(run)
     typical, hosts = timed.typical, {record.rank: record.host for record in run.ranks}
-    is_sized = not run.manifest.num_unsized_collectives
+    is_known = not timed.lacks_communication
+    is_sized = is_known and not run.manifest.num_unsized_collectives
     columns = (
         typical.rank,
         typical.num_timed,
@@ -235,11 +243,11 @@ def measure_overlap(run: RunSource) -> Overlap:
             host=hosts.get(rank, ""),
             num_steps=num_steps,
             step_time_ns=step_time,
-            communication_ns=communication,
-            exposed_ns=exposed,
+            communication_ns=communication if is_known else None,
+            exposed_ns=exposed if is_known else None,
             overlap_ratio=ratio_of_overlap(exposed, communication),
             communication_bytes=num_bytes if is_sized else None,
-            collectives_per_step=count,
+            collectives_per_step=count if is_known else None,
         )
         for rank, num_steps, step_time, communication, exposed, num_bytes, count in zip(
             *(column.tolist() for column in columns), strict=True

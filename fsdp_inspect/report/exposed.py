@@ -38,6 +38,7 @@ from fsdp_inspect.report.layout import (
     with_prefix,
 )
 from fsdp_inspect.report.wording import (
+    NO_COMMUNICATION,
     Owned,
     causes_table,
     describe_main_cause,
@@ -75,8 +76,9 @@ def render_waits(found: RankWaits) -> RenderableType:
     """Render exposed waits by unit and cause, prefetch, bandwidth, slowdown and evidence."""
     exposed = found.exposed
     if exposed is None:
+        why = NO_COMMUNICATION if found.num_timed_steps else "the run has no timed step."
         return Group(
-            Text("Exposed communication is unknown: the run has no timed step.", style="bold"),
+            Text(f"Exposed communication is unknown: {why}", style="bold"),
             dim(found.left_out),
         )
     return Group(

@@ -220,8 +220,9 @@ def _of_steps(run: MonitoredRun) -> Iterator[Family]:
             name,
             f"{help_} {over}.",
             tuple(
-                Sample(_labels(run, rank, rank.step_method), getattr(numbers, key) / _NS_PER_S)
+                Sample(_labels(run, rank, rank.step_method), value / _NS_PER_S)
                 for rank, numbers in known
+                if (value := getattr(numbers, key)) is not None
             ),
         )
 

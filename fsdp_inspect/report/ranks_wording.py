@@ -387,7 +387,7 @@ def _choose(rows: Sequence[RankRow], rank: int | None) -> list[RankRow]:
         return [row for row in rows if row.rank == rank]
     if len(rows) <= MOST_RANKS:
         return list(rows)
-    ordered = sorted(rows, key=lambda row: -row.own_work_ns)
+    ordered = sorted(rows, key=lambda row: -(row.own_work_ns or 0))
     return [*ordered[: MOST_RANKS // 2], *ordered[-MOST_RANKS // 2 :]]
 
 

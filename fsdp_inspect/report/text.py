@@ -46,6 +46,7 @@ from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.diagnosis_pictures import render_drift
 from fsdp_inspect.report.layout import bar, dim, indented, new_table, render_table, section
 from fsdp_inspect.report.wording import (
+    NO_COMMUNICATION,
     causes_table,
     describe_contents,
     describe_run,
@@ -515,8 +516,8 @@ def _headline_of_step(found: BreakdownCauses, shown: StepBreakdown) -> str:
 def _describe_parts(found: BreakdownCauses, shown: StepBreakdown) -> RenderableType:
     """The exposed time and the largest part, below the headline."""
     details = "No communication is exposed."
-    if found.source == "imported" and not shown.communication_ns:
-        details = "Exposed communication is unknown: the import shows no communication."
+    if shown.exposed_ns is None:
+        details = f"Exposed communication is unknown: {NO_COMMUNICATION}"
     if shown.exposed_ns:
         exposed = format_metric("exposed_ns", shown.exposed_ns)
         details = f"Exposed communication: {exposed} ({format_ratio(found.exposed_ratio)})."

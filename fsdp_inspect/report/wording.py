@@ -36,6 +36,7 @@ from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import render_table
 from fsdp_inspect.trace.codes import StepPart
 
+NO_COMMUNICATION = "the import shows no communication."
 _NO_NETWORK = "fake"
 """The backend of torch that an emulated run uses; its collectives transfer no data."""
 

@@ -72,6 +72,26 @@ def test_logs_become_a_run_with_steps_data_and_optimizer(tmp_path: Path, invoke)
     assert "No rank is a straggler" not in invoke("show", tmp_path / "run", "ranks").out
 
 
+def test_communication_that_a_log_cannot_show_is_unknown_and_not_0(tmp_path: Path, invoke) -> None:
+    logs, run = tmp_path / "structured_logs", tmp_path / "run"
+    logs.mkdir()
+    for rank in (0, 1):
+        write_log(logs, rank, 5)
+    import_traces(logs, run)
+    summary = json.loads(invoke("show", run, "--json").out)
+    names = ("communication_ns", "exposed_ns", "floor_ns", "communication_bytes", "exposed")
+    assert [summary[name] for name in names] == [None] * len(names)
+    assert summary["breakdown"]["exposed_ns"] is None
+    for row in json.loads(invoke("show", run, "ranks", "--json").out)["ranks"]:
+        assert (row["exposed_ns"], row["own_work_ns"]) == (None, None)
+    assert "unknown" in invoke("show", run, "exposed").out.splitlines()[0]
+    assert "Unequal work" not in invoke("show", run, "ranks").out
+    out = tmp_path / "run.prom"
+    assert invoke("export", run, "openmetrics", "--out", out).code == 0
+    assert "time_metrics_end_to_end_seconds" in out.read_text()
+    assert "exposed" not in out.read_text()
+
+
 def test_one_bad_file_among_many_is_left_out(tmp_path: Path) -> None:
     for rank in (0, 1):
         write_log(tmp_path, rank, 5)

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fsdp_inspect.analysis.live.feed import LiveFeed, LiveState, LiveStatus
@@ -11,7 +12,7 @@ from fsdp_inspect.analysis.live.view import TYPICAL_STEPS, LiveStep
 from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.analysis.provenance import measure_provenance
-from fsdp_inspect.analysis.step_selection import RankSteps, steps_by_rank, timed_rank
+from fsdp_inspect.analysis.step_selection import RankSteps, steps_by_rank, timed_rank, timed_ranks
 from fsdp_inspect.analysis.step_times import ratio_of_overlap
 from fsdp_inspect.analysis.throughput import read_logged
 from fsdp_inspect.formatting import format_unit
@@ -46,19 +47,23 @@ class RankNumbers:
     num_steps: int
     """The number of given steps."""
     step_time_ns: int
-    exposed_ns: int
-    communication_ns: int
+    exposed_ns: int | None
+    """None, as the next value, if the import shows no collective."""
+    communication_ns: int | None
     data_ns: int
     """The time of waiting for the next batch."""
     units: tuple[UnitNumbers, ...]
 
 
-def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumbers:
+def measure_rank_numbers(
+    member: RankSteps, units: Sequence[Unit], *, lacks_communication: bool = False
+) -> RankNumbers:
     """Measure the typical step of a rank.
 
     Args:
         member: The steps of the rank, at least one.
         units: The units of the model.
+        lacks_communication: Whether the run is an import that shows no collective.
     """
     inspected = member.inspected
     trained = inspected.rows.where(inspected.rows.phase != Phase.EVALUATION)
@@ -69,8 +74,8 @@ def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumber
         last_step=int(member.steps[-1]),
         num_steps=len(member.steps),
         step_time_ns=member.typical(member.step_time_ns),
-        exposed_ns=member.typical(member.exposed_ns),
-        communication_ns=member.typical(member.communication_ns),
+        exposed_ns=None if lacks_communication else member.typical(member.exposed_ns),
+        communication_ns=None if lacks_communication else member.typical(member.communication_ns),
         data_ns=inspected.typical(inspected.per_step(StepPart.DATA)),
         units=tuple(
             UnitNumbers(
@@ -82,7 +87,7 @@ def measure_rank_numbers(member: RankSteps, units: Sequence[Unit]) -> RankNumber
                     gathers.where(gathers.unit == unit.index), "duration_ns"
                 ),
             )
-            for unit in units
+            for unit in (() if lacks_communication else units)
         ),
     )
 
@@ -159,6 +164,11 @@ def monitor_run(run: RunSource, ranks: Collection[int]) -> MonitoredRun:
     memory = {row.rank: row for row in measure_memory(run).ranks}
     provenance = measure_provenance(run)
     methods = provenance.methods if provenance else {}
+    measure = partial(
+        measure_rank_numbers,
+        units=run.manifest.units,
+        lacks_communication=timed_ranks(run).lacks_communication,
+    )
     monitored = []
     for record in run.ranks:
         if record.rank not in ranks:
@@ -168,7 +178,7 @@ def monitor_run(run: RunSource, ranks: Collection[int]) -> MonitoredRun:
         monitored.append(
             MonitoredRank(
                 rank=record.rank,
-                numbers=measure_rank_numbers(member, run.manifest.units) if member else None,
+                numbers=measure(member) if member else None,
                 allocated_bytes=held.peak_allocated_bytes if held else None,
                 reserved_bytes=held.peak_reserved_bytes if held else None,
                 reserved_ratio=held.device_ratio if held else None,

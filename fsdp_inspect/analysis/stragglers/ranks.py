@@ -110,13 +110,14 @@ class RankRow:
     rank: int
     host: str
     step_time_ns: int
-    communication_ns: int
-    exposed_ns: int
+    communication_ns: int | None
+    """None, as the next value, if the import shows no collective."""
+    exposed_ns: int | None
     overlap_ratio: float | None
     """None without communication."""
-    own_work_ns: int
+    own_work_ns: int | None
     """Step time - exposed communication: the time in which the rank does not wait for other
-    ranks."""
+    ranks. None if the exposed time is unknown."""
     busiest_ratio: float
     """Fraction of the steps in which no other rank works longer."""
     peak_allocated_bytes: int | None
@@ -358,7 +359,7 @@ def _measure_ranks(run: RunSource) -> Ranks:
         slow_group=slow_group,
         straggler_refusal=None if priced else refusal,
         trust=trust,
-        replay=pricing.result,
+        replay=None if timed.lacks_communication else pricing.result,
         rare_work=evidence.work.find_rare(evidence.step_time_ns, evidence.least_cost_ns),
         dimension_waits=measure_dimension_waits(run, arrivals, alignment.uncertainty_ns),
         expert_load=measure_expert_load(run),
@@ -394,10 +395,10 @@ def _rank_rows(run: RunSource, timed: TimedRanks, arrivals: Arrivals) -> tuple[R
             rank=rank,
             host=hosts.get(rank, ""),
             step_time_ns=step_time,
-            communication_ns=communication,
-            exposed_ns=exposed,
+            communication_ns=None if timed.lacks_communication else communication,
+            exposed_ns=None if timed.lacks_communication else exposed,
             overlap_ratio=ratio_of_overlap(exposed, communication),
-            own_work_ns=step_time - exposed,
+            own_work_ns=None if timed.lacks_communication else step_time - exposed,
             busiest_ratio=busiest[rank],
             peak_allocated_bytes=peak_bytes.get(rank),
             last_ratio=lateness.last_ratio(rank),
@@ -533,8 +534,8 @@ def _find_missing_core(
     if found is None:
         return None
     delay, usual_ratio = found
-    own = median([row.own_work_ns for row in rows if row.rank in ranks]) or 0
-    others = median([row.own_work_ns for row in rows if row.rank not in ranks]) or 0
+    own = median([row.own_work_ns or 0 for row in rows if row.rank in ranks]) or 0
+    others = median([row.own_work_ns or 0 for row in rows if row.rank not in ranks]) or 0
     expected_ratio = usual_ratio * own / others if others else usual_ratio
     extra_ns = (delay.ratio - expected_ratio) * evidence.step_time_ns
     if 2 * extra_ns < evidence.work.excess_ns(*ranks):
@@ -605,7 +606,7 @@ def _describe_straggler(run: RunSource, evidence: StragglerEvidence, priced: _Pr
 
 def may_have_late_ranks(ranks: Sequence[RankOverlap]) -> bool:
     """Return whether the extra work of some rank is large enough to make the step longer."""
-    work = [row.step_time_ns - row.exposed_ns for row in ranks]
+    work = [row.step_time_ns - row.exposed_ns for row in ranks if row.exposed_ns is not None]
     median_work, step_time = median(work), median([row.step_time_ns for row in ranks])
     if len(work) < 2 or median_work is None or not step_time:
         return False

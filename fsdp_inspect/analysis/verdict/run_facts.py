@@ -226,7 +226,8 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
     manifest = answers.manifest
     parameters = [unit.num_parameters for unit in manifest.units]
     durations = [part.duration_ns for part in step.parts]
-    times = _Times(*(step.rank, step.step_time_ns, step.exposed_ns), durations, step.host_behind_ns)
+    exposed_ns = step.exposed_ns or 0
+    times = _Times(step.rank, step.step_time_ns, exposed_ns, durations, step.host_behind_ns)
     return StepFacts(
         **_measure_times(answers, times),
         backend=manifest.backend,

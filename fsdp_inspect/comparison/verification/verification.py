@@ -258,7 +258,7 @@ def _measure(run: RunSource, prediction: Prediction) -> _Measured:
         run_id=run.manifest.run_id,
         step_ns=middle.step_time_ns if middle else None,
         exposed_ns=middle.exposed_ns if middle else None,
-        hidden_ns=middle.communication_ns - middle.exposed_ns if middle else 0,
+        hidden_ns=middle.hidden_ns if middle else 0,
         compute_ns=sum(step.duration_ns(part) for part in _COMPUTE) if step else None,
         host_ns=sum(step.duration_ns(part) for part in _BESIDE_COMPUTE) if step else None,
         run_delay=measure_trust(run).run_delay,

@@ -79,7 +79,7 @@ def draw_dimensions(breakdown: StepBreakdown) -> Chart:
             for row in breakdown.dimensions
         ],
         MetricUnit.NS,
-        high=max(breakdown.exposed_ns, 1),
+        high=max(breakdown.exposed_ns or 0, 1),
     )
 
 
@@ -111,6 +111,7 @@ def draw_ranks(ranks: Sequence[RankRow]) -> Chart:
         parts = [
             (look, time, f"rank {rank.rank}: {format_ns(time)} {label}", "")
             for look, time, (_, label) in zip(looks, times, legend, strict=True)
+            if time is not None
         ]
         rows.append(Row(f"rank {rank.rank}", stack(parts), format_ns(rank.step_time_ns)))
     return draw_bars(rows, MetricUnit.NS, legend=legend)
