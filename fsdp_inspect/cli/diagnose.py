@@ -138,7 +138,8 @@ def diagnose(  # noqa: PLR0913 - one argument an option
     else:
         if at_end is not None:
             print("fsdp_inspect: ", end="")
-        print_renderable(render_diagnosis(found, brief=brief, run=run))
+        notes = opened.notes if found.is_imported else ()
+        print_renderable(render_diagnosis(found, brief=brief, run=run, notes=notes))
         earlier = [rank.attempt for each in opened.source.earlier_attempts for rank in each.ranks]
         if earlier and attempt is None and not brief:
             print(

@@ -32,6 +32,8 @@ class CellState(StrEnum):
     DONE = "done"
     WAITS = "waits"
     """The rank has issued the collective, which has not finished."""
+    ISSUED = "issued"
+    """The rank has issued the collective. Its end was not seen, and the rank does not wait for it."""
     NOT_ISSUED = "not issued"
     DIFFERS = "differs"
     """The rank issued another collective at this position than most ranks."""
@@ -157,8 +159,10 @@ def _cell(
         return Cell(CellState.NOT_KEPT if has_passed else CellState.NOT_ISSUED, None)
     if usual is not None and issued.signature != usual.signature:
         return Cell(CellState.DIFFERS, issued)
-    state = CellState.WAITS if is_waiting and not issued.has_finished else CellState.DONE
-    return Cell(state, issued)
+    is_behind_end = (rows["finished_ns"][rows["sequence"] >= position] != 0).any()
+    if is_behind_end:
+        return Cell(CellState.DONE, issued)
+    return Cell(CellState.WAITS if is_waiting else CellState.ISSUED, issued)
 
 
 def _without_places(cells: tuple[Cell, ...]) -> tuple[Cell, ...]:

@@ -909,6 +909,7 @@ class _Case:
             location=_line_of(wait.issued),
             wait=wait,
             race=race,
+            unknown=self._unknown_of(wait),
         )
 
     def _circle(self) -> Diagnosis:

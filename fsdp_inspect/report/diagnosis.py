@@ -105,13 +105,16 @@ def _hedge(found: Diagnosis, sentence: str) -> str:
     return sentence if is_hedged else f"Probably: {sentence}"
 
 
-def render_diagnosis(found: Diagnosis, *, brief: bool = False, run: str = "RUN") -> RenderableType:
+def render_diagnosis(
+    found: Diagnosis, *, brief: bool = False, run: str = "RUN", notes: Sequence[str] = ()
+) -> RenderableType:
     """Render a diagnosis for a terminal.
 
     Args:
         found: The diagnosis.
         brief: Only the sentence and the next step.
         run: The run in commands.
+        notes: What the data cannot show, one sentence each.
     """
     text = describe_diagnosis(found, run=run)
     style = {Status.HEALTHY: "bold green", Status.PROBLEM: "bold red"}.get(found.status, "bold")
@@ -125,6 +128,8 @@ def render_diagnosis(found: Diagnosis, *, brief: bool = False, run: str = "RUN")
         parts += ["", Text("Plans that fit", style="bold"), *map(_bullet, fitting)]
     if text.next:
         parts += ["", Text("Next", style="bold"), *map(_bullet, text.next)]
+    if notes and not brief:
+        parts += ["", *(Text(f"note: {note}", style="yellow") for note in notes)]
     return Group(*parts)
 
 
@@ -983,8 +988,10 @@ def _describe_state(state: RankState, found: Diagnosis) -> str:
         parts.append(_activity(state.activity))
     if state.last is not None:
         verb = "waiting in" if state.waits else "last issued"
+        is_open = found.is_imported and not (state.waits or state.last.has_finished)
         parts.append(
             f"{verb} {describe_issued(state.last, found.unit_names)}{of_step(state.last.step)}"
+            f"{', which the dump calls unfinished' if is_open else ''}"
         )
     if state.idle_s is not None and not state.waits:
         parts.append(f"nothing for {_seconds(state.idle_s)}")

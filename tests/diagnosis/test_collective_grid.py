@@ -45,6 +45,13 @@ def test_the_late_rank_has_a_column_of_its_own() -> None:
     assert (grid.focus, [row.unit for row in grid.rows]) == (3, [0, 1, 2, 3])
 
 
+def test_a_collective_without_an_end_is_not_done_unless_a_later_one_is() -> None:
+    behind = [Call(0), Call(1, has_finished=False), Call(2), Call(3, has_finished=False)]
+    ahead = [*DONE, Call(3), Call(4, has_finished=False)]
+    grid = grid_of(ahead, behind, ahead)
+    assert states(grid)[(1,)] == ["done", "done", "done", "issued", "not issued"]
+
+
 def test_a_rank_that_left_out_a_collective_differs_from_there_on() -> None:
     grid = grid_of([*DONE, Call(3)], [Call(0), Call(2), Call(3)], [*DONE, Call(3)])
 

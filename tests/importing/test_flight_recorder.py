@@ -44,6 +44,13 @@ def test_the_command_diagnoses_dumps_without_an_import(tmp_path: Path, invoke) -
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_ranks_that_all_wait_may_make_progress(tmp_path: Path) -> None:
+    waiting = [entry(0), entry(1, **WAITING)]
+    found = diagnose_dumps(write(tmp_path / "dumps", dict.fromkeys(range(3), waiting)))
+    assert (found.problem, found.is_certain) == (ProblemClass.TRANSPORT_STUCK, False)
+    assert any("dump again after a minute" in each for each in describe_diagnosis(found).next)
+
+
 def test_the_rank_that_did_not_issue_a_collective_is_late(tmp_path: Path) -> None:
     done = [entry(0), entry(1)]
     waiting = [*done, entry(2, **WAITING)]
@@ -122,7 +129,7 @@ def test_dumps_that_begin_at_other_positions_are_compared_where_all_have_them(
     assert found.difference is None
 
 
-def test_a_damaged_dump_is_a_missing_rank_with_the_reason(tmp_path: Path) -> None:
+def test_a_damaged_dump_is_a_missing_rank_with_the_reason(tmp_path: Path, invoke) -> None:
     folder = write(tmp_path / "dumps", {key: [entry(0)] for key in range(3)})
     (folder / "nccl_trace_rank_1").write_text('{"version": "2.10", "pg_config": {}, "entr')
 
@@ -132,6 +139,7 @@ def test_a_damaged_dump_is_a_missing_rank_with_the_reason(tmp_path: Path) -> Non
     assert any(
         "Rank 1 is missing" in note and "no complete JSON" in note for note in imported.notes
     )
+    assert "note: Rank 1 is missing, because its dump" in invoke("diagnose", folder).out
 
 
 def test_absurd_ranks_and_sizes_of_groups_are_ignored(tmp_path: Path) -> None:
