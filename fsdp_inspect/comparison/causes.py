@@ -14,8 +14,9 @@ can lengthen became longer.
 
 [Note: moved peak] If the peak moves to another unit, the two moments hold different activations.
 Their increase contains memory that did not grow. A cause with limited bytes is then compared with
-the increase of the peak itself. So is a larger batch: before, its memory at the new moment was
-smaller by its ratio, and all memory at that moment was at most the old peak.
+the increase of the peak itself. So is a larger batch, and a unit with more parameters: before, its
+memory at the new moment was smaller by its ratio, and all memory at that moment was at most the old
+peak.
 """
 
 import math
@@ -85,8 +86,8 @@ class _Cause:
     """The largest possible increase of these categories together; None: unknown."""
     most_of: Callable[[Increase], float] | None = None
     """The largest possible increase of one category of one unit; None: unknown."""
-    grows_by: float | None = None
-    """The ratio by which these categories grew at each moment; None: unknown."""
+    ratio_of: Callable[[Increase], float] | None = None
+    """The ratio by which one category of one unit grew at each moment; None: unknown."""
 
 
 def find_causes(  # noqa: PLR0913 - the two sides, and what of them exceeds its limit
@@ -171,9 +172,11 @@ def _explaining(
     # See [Note: moved peak].
     limited = [(cause, taken) for cause, taken in kept if cause.most_bytes is not None]
     for cause in causes:
-        if cause.grows_by is not None:
-            now = sum(one.after for one in growth if one.category in cause.raises)
-            limited.append((cause, round(now * (1 - 1 / cause.grows_by))))
+        if cause.ratio_of is not None:
+            rows = [one for one in growth if one.category in cause.raises]
+            grown = sum(one.after * (1 - 1 / cause.ratio_of(one)) for one in rows)
+            if grown >= _LEAST_SHARE * moved_by:
+                limited.append((cause, round(grown)))
     enough = sum(taken for _, taken in limited) >= EXPLAINED_RATIO * moved_by
     return [cause for cause, _ in limited] if enough else []
 
@@ -207,11 +210,16 @@ def _by_unit(ratios: Mapping[str, float]) -> Callable[[Increase], float]:
     highest = max((ratio for ratio in ratios.values() if ratio < math.inf), default=1.0)
 
     def most(one: Increase) -> float:
-        own = (ratios.get(name, 1.0) for name in one.units if name != NO_UNIT)
-        ratio = min(own, default=highest)
-        return math.inf if ratio == math.inf else max(ratio - 1, 0.0) * one.before
+        ratio = _ratio_of_units(one, ratios, highest)
+        return math.inf if ratio == math.inf else (ratio - 1) * one.before
 
     return most
+
+
+def _ratio_of_units(one: Increase, ratios: Mapping[str, float], of_no_unit: float) -> float:
+    """The lowest ratio of the units of some memory, at least 1."""
+    own = (ratios.get(name, 1.0) for name in one.units if name != NO_UNIT)
+    return max(min(own, default=of_no_unit), 1.0)
 
 
 def _regrouped(before: Sequence[Unit], after: Sequence[Unit]) -> Iterator[_Cause]:
@@ -411,9 +419,18 @@ def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterat
             raises = ("optimizer_state", *(("temporary",) if phase == "optimizer" else ()))
             yield _Cause(_describe_other_optimizer(str(old), str(new)), raises, ("optimizer",))
         elif difference.group == "model" and name == "num_parameters":
-            sentence = f"the model has {new:,} parameters instead of {old:,}"
-            most_of = _as_parameters(before, after)
-            yield _Cause(sentence, _RAISED_BY_MODEL[name], _ANY_PART, most_of=most_of)
+            ratios = _ratios_of_parameters(before, after)
+            was_outside = before.num_outside_units
+            outside = after.num_outside_units - was_outside
+            of_outside = after.num_outside_units / was_outside if was_outside else math.inf
+            whole = f", {outside:,} more of them outside all units" if outside > 0 else ""
+            yield _Cause(
+                f"the model has {new:,} parameters instead of {old:,}{whole}",
+                _RAISED_BY_MODEL[name],
+                _ANY_PART,
+                most_of=_as_parameters(before, after, ratios) if ratios else None,
+                ratio_of=_ratio_at_a_moment(ratios, of_outside if outside > 0 else 1.0),
+            )
         elif (
             difference.group == "model" and name in _RAISED_BY_MODEL and _can_raise(name, old, new)
         ):
@@ -444,8 +461,12 @@ def _inputs(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
             (*_COMPUTED, "input"),
             (*_COMPUTE, "data", "host_bound"),
             most_of=_growing_by(ratio if is_batch else ratio**2),
-            grows_by=ratio if is_batch else None,
+            ratio_of=_always(ratio) if is_batch else None,
         )
+
+
+def _always(ratio: float) -> Callable[[Increase], float]:
+    return lambda _: ratio
 
 
 def _growing_by(ratio: float) -> Callable[[Increase], float]:
@@ -471,16 +492,56 @@ def _in_proportion(name: str, old: object, new: object) -> Callable[[Increase], 
     return _growing_by((now / was) ** power)
 
 
-def _as_parameters(before: RunManifest, after: RunManifest) -> Callable[[Increase], float] | None:
-    """The most by which memory may grow with its unit's parameters; no limit for a new unit."""
+def _ratios_of_parameters(before: RunManifest, after: RunManifest) -> dict[str, float]:
+    """The parameters of each unit / those before; infinite for a new unit; empty: unknown."""
     was = {format_unit(unit.fqn): unit.num_parameters for unit in before.units}
     now = {format_unit(unit.fqn): unit.num_parameters for unit in after.units}
-    if not (was and now):
-        return None
-    most = _by_unit(
-        {name: number / was[name] if was.get(name) else math.inf for name, number in now.items()}
-    )
-    return lambda one: most(one) * (_COMPUTED_PER_PARAMETER if one.category in _COMPUTED else 1)
+    if not was:
+        return {}
+    return {name: number / was[name] if was.get(name) else math.inf for name, number in now.items()}
+
+
+def _ratio_at_a_moment(
+    ratios: Mapping[str, float], of_outside: float
+) -> Callable[[Increase], float]:
+    """The ratio of memory now and before; what no unit computes does not follow parameters."""
+
+    def ratio_of(one: Increase) -> float:
+        return _ratio_of_units(one, ratios, 1.0 if one.category in _COMPUTED else of_outside)
+
+    return ratio_of
+
+
+def _as_parameters(
+    before: RunManifest, after: RunManifest, ratios: Mapping[str, float]
+) -> Callable[[Increase], float]:
+    """The most by which memory may grow with its unit's parameters; no limit for a new unit.
+
+    Gradients exist for some parameters of a unit only, as backward reaches them. All that came may
+    be among them, so their limit is the increase of the unsharded bytes, not their own ratio. Each
+    rank has a whole copy of the parameters outside all units, in float32 at most, and up to two
+    states of them.
+    """
+    most = _by_unit(ratios)
+    was = {format_unit(unit.fqn): unit.unsharded_bytes for unit in before.units}
+    came = {
+        format_unit(unit.fqn): unit.unsharded_bytes - was.get(format_unit(unit.fqn), 0)
+        for unit in after.units
+    }
+
+    outside = max(after.num_outside_units - before.num_outside_units, 0) * ITEMSIZE["float32"]
+
+    def most_of(one: Increase) -> float:
+        if outside and NO_UNIT in one.units and one.category not in _COMPUTED:
+            of_units = sum(came.get(name, 0) for name in one.units)
+            return (outside + of_units) * (2 if one.category == "optimizer_state" else 1)
+        if one.category in _COMPUTED:
+            return most(one) * _COMPUTED_PER_PARAMETER
+        if one.category in (*_UNSHARDED, *_REDUCED):
+            return max(most(one), sum(came.get(name, 0) for name in one.units))
+        return most(one)
+
+    return most_of
 
 
 def _next_to_the_loss(after: RunManifest) -> Callable[[Increase], float]:

@@ -33,7 +33,7 @@ class CellState(StrEnum):
     WAITS = "waits"
     """The rank has issued the collective, which has not finished."""
     ISSUED = "issued"
-    """The rank has issued the collective. Its end was not seen, and the rank does not wait for it."""
+    """The rank has issued the collective, but its end was not seen, and nobody waits for it."""
     NOT_ISSUED = "not issued"
     DIFFERS = "differs"
     """The rank issued another collective at this position than most ranks."""

@@ -250,3 +250,37 @@ def test_a_few_more_parameters_are_no_cause_of_many_more_activations() -> None:
     model = small.model.model_copy(update={"num_parameters": 303})
 
     assert causes(small, large.model_copy(update={"model": model})) == []
+
+
+def test_parameters_of_an_output_layer_explain_gradients_that_did_not_exist_at_the_old_peak() -> (
+    None
+):
+    """Before, the peak had the gradient of a bias only; the unit's new weight has one too."""
+    small = manifest()
+    large = manifest({"num_parameters": 200, "unsharded_bytes": 200})
+    large = large.model_copy(
+        update={"model": small.model.model_copy(update={"num_parameters": 600})}
+    )
+    growth = (
+        Increase("unsharded_gradient", ("layers.2",), 1, 101),
+        Increase("sharded_parameter", ("layers.2",), 50, 100),
+    )
+    said = ["the model has 600 parameters instead of 300"]
+    assert causes(small, large, growth) == said
+    assert causes(small, large, (*growth, Increase("temporary", ("layers.0",), 0, 100))) == []
+
+
+@pytest.mark.parametrize("moved_by", [None, 4000])
+def test_parameters_outside_all_units_are_a_cause_of_their_own_bytes(moved_by: int | None) -> None:
+    small = manifest()
+    large = small.model_copy(
+        update={"model": small.model.model_copy(update={"num_parameters": 1300})}
+    )
+    copy = Increase("sharded_parameter", ("(no unit)",), 0, 4000)
+    elsewhere = Increase("reduce_scatter_buffer", ("layers.0",), 0, 2000 if moved_by else 0)
+    found = find_causes(small, large, (copy, elsewhere), of_memory=True, moved_by=moved_by)
+    assert found == (
+        "the model has 1,300 parameters instead of 300, 1,000 more of them outside all units",
+    )
+    larger = (Increase("sharded_parameter", ("(no unit)",), 0, 9000),)
+    assert causes(small, large, larger) == []
