@@ -358,11 +358,14 @@ def _positions(run: RunSource, samples: MemoryTable, method: str) -> tuple[Posit
 
 
 def _find_peak(run: RunSource, rank: int, table: MemoryTable) -> PeakMoment | None:
-    """Return the highest moment of the rank's memory steps, if it has any."""
+    """Return the highest moment of the rank's memory steps, if it has any.
+
+    Of equal ones the last: lines of code are known for the last memory step only.
+    """
     peaks = table.where((table.point == MemoryPoint.PEAK) & (table.allocated != MISSING_INT))
     if len(peaks) == 0:
         return None
-    top = peaks.where(np.array([int(np.argmax(peaks.allocated))]))
+    top = peaks.where(np.flatnonzero(peaks.allocated == peaks.allocated.max())[-1:])
     of_step = table.where(table.step == top.step[0])
     owners = of_step.where(of_step.point == MemoryPoint.PEAK_BY_OWNER)
     return _moment(run, rank, top, owners)

@@ -95,6 +95,16 @@ def test_the_peak_has_a_position_and_categories_that_add_up():
     )
 
 
+@pytest.mark.parametrize(("peaks", "step"), [((9, 9), 2), ((10, 9), 1)])
+def test_of_equal_peaks_the_last_counts_whose_lines_are_known(peaks, step):
+    builder = RunBuilder(memory_steps=[1, 2])
+    rank = builder.rank(0)
+    for number, highest in enumerate(peaks, start=1):
+        rank.step(number, number * 100, number * 100 + 100, is_memory_step=True)
+        rank.memory(MemoryPoint.PEAK, highest, unit="layers.1", phase=Phase.BACKWARD)
+    assert measure_memory(builder.build()).peak.step == step
+
+
 def test_owners_of_the_peak_come_largest_first():
     owners = measure_memory(tracked_run()).peak.owners
     assert [(owner.fqn, owner.bytes) for owner in owners] == [("layers.1", 70), ("layers.0", 30)]
