@@ -115,6 +115,7 @@ def diagnose(  # noqa: PLR0913 - one argument an option
     import json
 
     from fsdp_inspect.diagnosis.decision import EXIT_CODES, decide
+    from fsdp_inspect.diagnosis.diagnose import Status
     from fsdp_inspect.report.diagnosis import diagnosis_to_dict, render_diagnosis
 
     begun_s = time.monotonic()
@@ -138,7 +139,8 @@ def diagnose(  # noqa: PLR0913 - one argument an option
     else:
         if at_end is not None:
             print("fsdp_inspect: ", end="")
-        notes = opened.notes if found.is_imported else ()
+        has_notes = found.is_imported or found.status is Status.HEALTHY
+        notes = opened.notes if has_notes else ()  # those of a problem are its evidence
         print_renderable(render_diagnosis(found, brief=brief, run=run, notes=notes))
         earlier = [rank.attempt for each in opened.source.earlier_attempts for rank in each.ranks]
         if earlier and attempt is None and not brief:

@@ -117,6 +117,8 @@ class Watchdog:
         self._has_keeper = False
         self._hang_seen_ns = 0
         self._has_explained = False
+        self._explanation = ""
+        """What this process printed about the hang, for the note after its end."""
         self._oom_kills = num_oom_kills()
         self._asked_ns = 0
         self._is_closed = False
@@ -265,9 +267,11 @@ class Watchdog:
             waited = (now - self._hang_seen_ns) / 1e9
             self._hang_seen_ns = 0
             self._has_explained = False
+            said = f" The diagnosis was: {self._explanation}" if self._explanation else ""
+            self._explanation = ""
             session.problem(
                 f"No progress for {(now - since) / 1e9:.0f} s in step {step}. The "
-                f"training continued {waited:.0f} s after the watchdog saw it."
+                f"training continued {waited:.0f} s after the watchdog saw it.{said}"
             )
 
     def _limit_s(self) -> float:
@@ -318,7 +322,7 @@ class Watchdog:
         try:
             # Without the store, the folder decides. Rank 0 also explains a second hang.
             if explanation.take() and (is_other or self._rank == 0 or not explanation.exists):
-                print_diagnosis(self._run_folder)
+                self._explanation = print_diagnosis(self._run_folder)
                 explanation.note_printed()
         finally:
             explanation.release()
@@ -342,8 +346,12 @@ def tell(sentence: str, rank: int) -> None:
     print(f"fsdp_inspect: rank {rank}: {sentence}", file=sys.stderr, flush=True)
 
 
-def print_diagnosis(run_folder: Path) -> None:
-    """Run `diagnose` in a child process, which cannot disturb this one, and print its answer."""
+def print_diagnosis(run_folder: Path) -> str:
+    """Run `diagnose` in a child process, which cannot disturb this one, and print its answer.
+
+    Returns:
+        The first sentences of a problem, without the next steps; empty: no problem was found.
+    """
     result = run_command("diagnose", str(run_folder), "--brief")
     text = "" if result is None else result.stdout.strip()
     if result is not None and result.returncode == 0:
@@ -354,3 +362,5 @@ def print_diagnosis(run_folder: Path) -> None:
             f"see which rank they wait for: fsdp-inspect diagnose {shlex.quote(str(run_folder))}"
         )
     print(f"fsdp_inspect: {text}", file=sys.stderr, flush=True)
+    is_problem = result is not None and result.returncode == 1
+    return " ".join(text.partition("\n\n")[0].split()) if is_problem else ""

@@ -40,7 +40,8 @@ def test_what_the_script_does_is_found(lifetime: Lifetime) -> None:
     # Both attempts build and evaluate.
     assert lifetime.duration_ns("build") >= 2 * SLEEP_NS
     assert lifetime.duration_ns("evaluation") >= 2 * SLEEP_NS
-    assert lifetime.duration_ns("idle") >= 2 * STANDSTILL_S * 1e9
+    # The watchdog looks every 0.2 s, and sees the last movement up to that much late.
+    assert lifetime.duration_ns("idle") >= 2 * (STANDSTILL_S - 0.3) * 1e9
     for phase in ("shard", "load", "checkpoint", "restart", "first step", "compile"):
         assert lifetime.duration_ns(phase) > 0, phase
     assert lifetime.background_checkpoint_ns > 0

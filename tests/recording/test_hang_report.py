@@ -17,9 +17,11 @@ def test_a_standstill_that_has_ended_is_reported_as_such(
     write_run(tmp_path / "healthy", make_run())
     write_crashed(tmp_path / "crashed")
 
-    print_diagnosis(tmp_path / "healthy")
+    assert print_diagnosis(tmp_path / "healthy") == ""
     assert capsys.readouterr().err == (
         "fsdp_inspect: The ranks did not move for a while, and have moved on since.\n"
     )
-    print_diagnosis(tmp_path / "crashed")
-    assert "Rank 1 never reached" in capsys.readouterr().err
+    said = print_diagnosis(tmp_path / "crashed")
+    assert "Rank 1 never reached" in said
+    assert "\n" not in said
+    assert said in " ".join(capsys.readouterr().err.split())
