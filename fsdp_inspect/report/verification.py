@@ -42,7 +42,7 @@ def render_verification(verification: Verification) -> Iterator[RenderableType]:
     yield from map(indented, verification.obstacles[1:])
     for caveat in verification.caveats:
         yield Text(f"caution: {caveat}", style="yellow")
-    yield from section("Predicted and measured", _quantities(verification.quantities))
+    yield from section("Predicted and measured", _quantities(verification))
     if verification.units:
         title = "Exposed time of a step by unit"
         if len(verification.units) > MOST_UNITS:
@@ -76,19 +76,20 @@ def _written(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _quantities(quantities: Sequence[Quantity]) -> Table:
-    table = new_table("", "baseline", "predicted", "measured", "error", "<")
-    for each in quantities:
+def _quantities(verification: Verification) -> Table:
+    table = new_table("", "baseline", "predicted", "measured", "error")
+    for each in verification.quantities:
         table.add_row(
             find_metric(each.name).label,
             format_metric(each.name, each.baseline),
             format_metric(each.name, each.predicted.value if each.predicted else None),
             format_metric(each.name, each.measured),
             format_error(each.error),
-            Text(RULINGS[each.ruling] if each.ruling else "", style="dim"),
         )
+        is_untold = each.ruling is Ruling.CANNOT_BE_TOLD and verification.has_other_cause
+        said = "cannot tell" if is_untold else RULINGS[each.ruling] if each.ruling else ""
         interval = _interval(each.name, each.predicted)
-        table.add_row("", "measured", interval, _range(each), "", style="dim")
+        table.add_row(f"  {said}", "measured", interval, _range(each), "", style="dim")
     return table
 
 
