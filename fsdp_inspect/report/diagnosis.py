@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -379,6 +379,22 @@ _STATES = {
     "file system",
     ProcessState.RUNS: "runs, and native code probably holds Python's lock",
     ProcessState.SLEEPS: "sleeps, probably in native code that holds Python's lock",
+}
+
+
+_NATIVE_STACK = (
+    "See the native stack of that process: `py-spy dump --native --pid PID` on that rank's "
+    "machine, or `gdb -p PID` with `thread apply all backtrace`."
+)
+_NEXT_FOR_PROCESS: Mapping[ProcessState | None, str] = {
+    ProcessState.STOPPED: "Find out who stopped the process: Ctrl-Z, a scheduler that suspends "
+    "jobs, or a debugger. `kill -CONT PID` on that rank's machine continues it.",
+    ProcessState.TRACED: "Continue or detach the debugger on that rank's machine.",
+    ProcessState.WAITS_FOR_DEVICE: "Look at the disks and mounts of that rank's machine, and at "
+    "its kernel log (`dmesg`).",
+    ProcessState.RUNS: _NATIVE_STACK,
+    ProcessState.SLEEPS: _NATIVE_STACK,
+    None: f"Look whether the process still runs: `ps -o pid,stat,wchan`. {_NATIVE_STACK}",
 }
 
 
@@ -1172,11 +1188,8 @@ def _next_for_rank(found: Diagnosis) -> Iterator[str]:
             yield _NEXT_FOR_END.get(state.end.kind if state else EndKind.UNKNOWN, _READ_LOG)
     if state is None:
         return
-    if state.process is not None and state.process.state is ProcessState.STOPPED:
-        yield (
-            "Find out who stopped the process: Ctrl-Z, a scheduler that suspends jobs, or a "
-            "debugger. `kill -CONT PID` on that rank's machine continues it."
-        )
+    if found.problem is ProblemClass.RANK_LATE and state.activity is None and state.process:
+        yield _NEXT_FOR_PROCESS[state.process.state]
     if found.problem is ProblemClass.RANK_LATE and state.activity is not None:
         yield from _NEXT_FOR.get(state.activity.kind, ())
     if state.process is not None and state.process.is_paging:
