@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
@@ -148,8 +149,21 @@ def _raw_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
         is_packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         file.seek(0)
         source = gzip.GzipFile(fileobj=file) if is_packed else file
-        while block := source.read(BLOCK_BYTES):
+        while block := _read_block(source):
             yield block, file.tell()
+
+
+def _read_block(source: gzip.GzipFile | BufferedReader) -> bytes:
+    """The next block. Bytes behind a complete gzip file are no part of it, as for `gzip -dc`."""
+    parts, size = [], 0
+    try:
+        while size < BLOCK_BYTES and (part := source.read1(BLOCK_BYTES - size)):
+            parts.append(part)
+            size += len(part)
+    except gzip.BadGzipFile as error:
+        if not (size or source.tell()) or not str(error).startswith("Not a gzipped file"):
+            raise
+    return b"".join(parts)
 
 
 def check_size(path: Path, count: int, packed: int, limits: ImportLimits) -> None:

@@ -86,7 +86,7 @@ def _lines_title(lines: Sequence[AllocatingLine]) -> str:
     return "Lines that allocate what grew (all of its memory, not only the increase)"
 
 
-UNEXPLAINED = "cause: unknown. No recorded setting explains this increase."
+UNEXPLAINED = "cause: unknown. No recorded setting explains most of this increase."
 
 
 def is_unexplained(result: CheckResult) -> bool:

@@ -74,6 +74,12 @@ def test_a_trace_that_is_cut_off_leaves_nothing(tmp_path, whole, share):
     assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.parametrize("behind", [b"junk", b"\0" * 300])
+def test_bytes_behind_a_complete_gzip_file_are_no_damage(tmp_path, whole, behind):
+    import_bytes(tmp_path, gzip.compress(whole) + behind)
+    assert measure_breakdown(open_run(tmp_path / "run")).headline.step_time_ns > 0
+
+
 @pytest.mark.parametrize("broken", [b"", b"{", None, b"[1, 2]", b'{"a": 1}'])
 def test_a_rank_that_is_damaged_is_left_out_and_named(tmp_path, whole, broken):
     folder = tmp_path / "traces"
