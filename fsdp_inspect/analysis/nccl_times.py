@@ -91,7 +91,7 @@ class NcclTimes(TableResult):
     """NCCL's own times of a run's collectives."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
-        "NCCL's own times by unit",
+        "NCCL's own times by unit (medians; the largest message)",
         (
             columns.unit_column(
                 "FSDP unit", lambda row: None if row.fqn is None else format_unit(row.fqn)
@@ -100,7 +100,7 @@ class NcclTimes(TableResult):
         ),
     )
     COMMUNICATORS: ClassVar[TableSpec] = TableSpec(
-        "Communicators",
+        "Communicators (medians; the largest message)",
         (
             text_column("communicator", "hash and name of the communicator"),
             *_COLUMNS[:3],
