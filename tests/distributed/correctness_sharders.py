@@ -1014,5 +1014,25 @@ def dropout_off(folder: Path, sharder: str) -> None:
     train(folder, setup, plain_step)
 
 
+class Cut(nn.Module):
+    """A body of many layers under no_grad, and a head that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            inputs = self.body(inputs)
+        return self.head(inputs)
+
+
+@loop("ddp", note="12 of 14 trainable parameters have no gradient.")
+def body_without_gradients(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder, Cut(), find_unused_parameters=True)
+    train(folder, setup, plain_step)
+
+
 if __name__ == "__main__":
     run_loops(LOOPS, *sys.argv[1:])

@@ -1,9 +1,10 @@
-"""The report that a watchdog prints after it has seen a standstill."""
+"""What a recording prints about the run: after a standstill, and at its end."""
 
 from pathlib import Path
 
 import pytest
 
+from fsdp_inspect.recording.verdict import tell_place
 from fsdp_inspect.recording.watchdog import print_diagnosis
 from tests.app.synthetic import make_run, write_run
 from tests.browser.states import write_crashed
@@ -25,3 +26,12 @@ def test_a_standstill_that_has_ended_is_reported_as_such(
     assert "Rank 1 never reached" in said
     assert "\n" not in said
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_removed_folder_is_said_instead_of_a_command_that_cannot_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell_place(tmp_path / "gone")
+    said = capsys.readouterr().err
+    assert f"the folder {tmp_path / 'gone'} is gone: something removed it" in said
+    assert "fsdp-inspect show" not in said
