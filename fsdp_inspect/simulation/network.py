@@ -5,12 +5,14 @@ bus bytes / bandwidth, fitted to its own collectives) or from the user's values.
 group that is smaller than the shard group (an integer `reshard_after_forward`) have separate lines:
 such a group usually lies within a node, where links are faster than between nodes.
 
-[Note: unknown latency] Messages of one size do not separate latency from bandwidth. Then any
-latency between 0 and the shortest typical duration of an all-gather or a reduce-scatter of the
-group fits the run, and each latency gives another duration for another size. The line is the middle
-of the two extremes: its error is at most half of their difference, and no other line guarantees
-less. An emulated network states its latency, and `fsdp_inspect.probe` measures it. A user who sets
-only one of the two values leaves the other one between its extremes.
+[Note: unknown latency] Messages of one size do not separate latency from bandwidth. Then a range of
+latencies fits the run, and each gives another duration for another size. The highest is the
+shortest typical duration of an all-gather or a reduce-scatter of the group, plus what the mean of
+the kind exceeds its typical duration by: long ones may be long at any size. At the lowest, the
+bytes take all the time, but travel at least as fast as over Ethernet of 100 Mbit/s. The line is the
+middle of the two extremes: its error is at most half of their difference, and no other line
+guarantees less. An emulated network states its latency, and `fsdp_inspect.probe` measures it. A
+user who sets only one of the two values leaves the other one between its extremes.
 """
 
 import math
@@ -44,6 +46,8 @@ _SAME_STEPS = (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
 _NORMAL_90 = 1.645
 """90% of a normal distribution are within this number of standard errors."""
 _MOST_ERROR = 0.9
+_SLOWEST_BYTES_PER_S = 12.5e6
+"""No network on which models are sharded is slower: Ethernet of 100 Mbit/s."""
 
 
 class Pace(Enum):
@@ -442,7 +446,10 @@ class _Sample:
         if self.fit.refusal is None:
             ratio = self.mean_ns / self.fit.predict_ns(self.mean_bytes)
             return CostLine(self.fit.latency_ns * ratio, self.fit.bus_bytes_per_s / ratio, self.fit)
-        least, most, typical = 0.0, most_latency_ns, most_latency_ns / 2
+        least = max(self.mean_ns - self.mean_bytes / _SLOWEST_BYTES_PER_S * 1e9, 0.0)
+        most = most_latency_ns + max(self.mean_ns - self.fit.typical_ns, 0.0)
+        least = min(least, most)
+        typical = (least + most) / 2
         missing = ""
         if known is not None and known.fit is not None and known.fit.refusal is not None:
             missing = f"{known.source.capitalize()} does not show it either: {known.fit.refusal}"

@@ -21,8 +21,8 @@ from tests.builders import InMemoryRun, RunBuilder
 MESSAGES = st.lists(
     st.tuples(st.integers(10**4, 10**8), st.integers(10**3, 10**8)), min_size=1, max_size=30
 )
-MS, FACTOR = 1_000_000, 3 / 4
-"""A millisecond, and the bus factor of all-gathers of four ranks."""
+MB, MS, FACTOR = 1_000_000, 1_000_000, 3 / 4
+"""A megabyte, a millisecond, and the bus factor of all-gathers of four ranks."""
 
 
 def network_of(
@@ -67,45 +67,60 @@ def test_the_paces_of_a_line_are_ordered_for_every_message(
 
 
 def test_messages_of_one_size_bound_the_latency():
-    line = gather_line(network_of((4000, 10 * MS), (4000, 10 * MS)))
+    line = gather_line(network_of((4 * MB, 10 * MS), (4 * MB, 10 * MS)))
     assert line.bounds is not None
     assert [each.latency_ns for each in line.bounds] == [0, 10 * MS]
-    for size, least, most in ((4000, 10, 10), (2000, 5, 10), (40_000, 10, 100)):
+    for size, least, most in ((4 * MB, 10, 10), (2 * MB, 5, 10), (40 * MB, 10, 100)):
         assert line.at(Pace.FAST).duration_ns(size, FACTOR) == least * MS
         assert line.at(Pace.CAUTIOUS).duration_ns(size, FACTOR) == most * MS
         assert line.duration_ns(size, FACTOR) == (least + most) / 2 * MS
 
 
+def test_a_message_that_no_network_is_too_slow_for_shows_latency():
+    """4 kB take 0.24 ms over 100 Mbit/s, so at least 9.76 of the 10 ms are latency."""
+    line = gather_line(network_of((4000, 10 * MS), (4000, 10 * MS)))
+    assert line.bounds is not None
+    assert [each.latency_ns for each in line.bounds] == [9.76 * MS, 10 * MS]
+    assert line.at(Pace.CAUTIOUS).duration_ns(40_000, FACTOR) == 12.16 * MS
+
+
+def test_long_messages_among_short_ones_of_one_size_may_be_latency():
+    line = gather_line(network_of(*[(4 * MB, 10 * MS)] * 9, (4 * MB, 110 * MS)))
+    assert line.bounds is not None
+    assert [each.latency_ns for each in line.bounds] == [0, 20 * MS]
+    assert line.at(Pace.FAST).duration_ns(40 * MB, FACTOR) <= 20 * MS
+
+
 def test_a_shorter_reduce_scatter_lowers_the_highest_latency_of_the_all_gather():
-    network = network_of((8000, 10 * MS), scatters=((4000, 6 * MS),))
+    network = network_of((8 * MB, 10 * MS), scatters=((4 * MB, 6 * MS),))
     bounds = [line.bounds for line in network.lines.values()]
     assert [each and each.most_latency.latency_ns for each in bounds] == [6 * MS, 6 * MS]
 
 
 def test_an_unknown_latency_is_stated_with_its_bounds_and_the_remedy():
-    first, *_ = unknown_latencies(network_of((4000, 10 * MS)))
+    first, *_ = unknown_latencies(network_of((4 * MB, 10 * MS)))
     assert first.startswith("The latency of all-gather is unknown, between 0 ns and 10.0 ms. Ther")
     assert "python -m fsdp_inspect.probe" in first
 
 
 def test_a_bandwidth_of_the_user_leaves_an_unknown_latency_between_its_bounds():
-    network = network_of((4000, 10 * MS)).change(bus_bytes_per_s=1e6)  # 3 ms for 4000 bytes
+    network = network_of((4 * MB, 10 * MS)).change(bus_bytes_per_s=1e9)  # 3 ms for 4 MB
     line = gather_line(network)
     for pace, latency_ns in ((Pace.FAST, 0), (Pace.TYPICAL, 5 * MS), (Pace.SLOW, 10 * MS)):
-        assert line.at(pace).duration_ns(4000, FACTOR) == latency_ns + 3 * MS
+        assert line.at(pace).duration_ns(4 * MB, FACTOR) == latency_ns + 3 * MS
     assert unknown_latencies(network)[0].startswith("The latency of all-gather is unknown, between")
 
 
 def test_a_latency_of_the_user_leaves_an_unknown_bandwidth_between_its_bounds():
-    network = network_of((4000, 10 * MS)).change(latency_ns=MS)
+    network = network_of((4 * MB, 10 * MS)).change(latency_ns=MS)
     line = gather_line(network)
     for pace, transfer_ns in ((Pace.FAST, 0), (Pace.TYPICAL, 5 * MS), (Pace.SLOW, 10 * MS)):
-        assert line.at(pace).duration_ns(4000, FACTOR) == transfer_ns + MS
+        assert line.at(pace).duration_ns(4 * MB, FACTOR) == transfer_ns + MS
     [stated] = unknown_latencies(network)
     assert stated.startswith(
-        "The bandwidth of all-gather is unknown, at least 300 kB/s. There is one"
+        "The bandwidth of all-gather is unknown, at least 300 MB/s. There is one"
     )
-    assert "The prediction uses 600 kB/s" in stated
+    assert "The prediction uses 600 MB/s" in stated
 
 
 @given(st.integers(1, 10**9), st.integers(0, 10**9))
@@ -182,7 +197,7 @@ def test_a_probe_that_scatters_too_much_says_so_and_leaves_the_latency_unknown()
     assert gather_line(network).bounds == gather_line(network_of((4000, 10 * MS))).bounds
     [assumption] = unknown_latencies(network)
     assert assumption.startswith(
-        "The latency of all-gather is unknown, between 0 ns and 10.0 ms. There is o"
+        "The latency of all-gather is unknown, between 9.76 ms and 10.0 ms. There is o"
     )
     assert "The network probe of the run does not show it either: The " in assumption
     assert "Probe the network again while the machines are idle." in assumption

@@ -1,5 +1,6 @@
 """A measured run replays exactly: simulate, write as a run, read back."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,11 +113,23 @@ def _drawn(draw: st.DrawFn, one: Pass) -> Pass:
     return replace(one, before_ns=draw(durations))
 
 
+UNIT_SIZES = {
+    "num_parameters": 1_000_000,
+    "num_trainable_parameters": 1_000_000,
+    "unsharded_bytes": 4_000_000,
+    "sharded_bytes": 2_000_000,
+    "reduce_bytes": 4_000_000,
+}
+"""Large enough for milliseconds on any network."""
+
+
 def names_of(workload: Workload) -> list[str]:
     return [f"layers.{unit}" for unit in range(len(workload.units))]
 
 
-def as_run(workload: Workload, execution: Execution) -> InMemoryRun:
+def as_run(
+    workload: Workload, execution: Execution, sizes: Mapping[str, int] = UNIT_SIZES
+) -> InMemoryRun:
     """The run that a recorder would write for these steps."""
     schedule = Schedule(workload, execution.machine())
     steps = [schedule.simulate() for _ in range(NUM_STEPS)]
@@ -136,6 +149,8 @@ def as_run(workload: Workload, execution: Execution) -> InMemoryRun:
     )
     source = "emulated" if execution is Execution.HOST else "recorded"
     builder = RunBuilder(names_of(workload), plan=plan.to_dict(), source=source, warmup_steps=1)
+    for name in names_of(workload):
+        builder.unit(name, **sizes)
     builder.rank(0).step(0, 0, 1)
     run = builder.build()
     events = predicted_events(steps, run.manifest.units, on_host=True)
