@@ -36,6 +36,7 @@ from fsdp_inspect.trace.sharders import DDP, DEEPSPEED, FSDP1, SIMPLE_FSDP, trai
 _RULES = {
     Limit.STRAGGLER: "R32",
     Limit.SLOW_GROUP: "R32",
+    Limit.RARE_WORK: "R32",
     Limit.HOST: "R19",
     Limit.MEMORY: "R21",
     Limit.BACKWARD_ORDER: "R11",
@@ -51,6 +52,7 @@ _BEFORE_COMMUNICATION = (
     Limit.COLLECTION,
     Limit.HOST_STOP,
     Limit.BETWEEN,
+    Limit.RARE_WORK,
     Limit.BACKWARD_ORDER,
     Limit.OTHER,
 )
@@ -69,6 +71,7 @@ _COSTS = {
     Limit.COLLECTION: "garbage_collection_ns",
     Limit.HOST_STOP: "host_stop_ns",
     Limit.BETWEEN: "between_steps_ns",
+    Limit.RARE_WORK: "rare_work_ns",
     Limit.BACKWARD_ORDER: "backward_order_ns",
     Limit.COMMUNICATION: "exposed_other_ns",
 }
@@ -214,6 +217,7 @@ def _outside(evidence: Evidence) -> Iterator[Finding]:
 _VERIFY = {
     Limit.STRAGGLER: "Record again, then: fsdp-inspect show NEW_RUN ranks",
     Limit.SLOW_GROUP: "Record again, then: fsdp-inspect show NEW_RUN ranks",
+    Limit.RARE_WORK: "Record again, then: fsdp-inspect show NEW_RUN ranks",
     Limit.MEMORY: "Record again, then: fsdp-inspect show NEW_RUN memory",
     Limit.MEMORY_CREEP: "Record again, then: fsdp-inspect show NEW_RUN memory",
 }
@@ -234,7 +238,7 @@ def _effect(evidence: Evidence, limit: Limit) -> Effect:
     balanced = evidence.verdict.numbers.get("balanced_ns")
     between = evidence.verdict.numbers.get("late_between_ns") or 0
     sentence = f"Saves at most {format_ns(cost)} a step."
-    if limit in (Limit.COLLECTION, Limit.HOST_STOP):
+    if limit in (Limit.COLLECTION, Limit.HOST_STOP, Limit.RARE_WORK):
         sentence = f"Saves at most {format_ns(cost)} a step on average."
     if limit is Limit.COMMUNICATION:  # of the script: the fix removes calls
         sentence = f"Saves up to {format_ns(cost)} of waits a step{AND_HOST_WORK}"
@@ -269,6 +273,9 @@ def _also(evidence: Evidence) -> Iterator[Finding]:
          "Load batches ahead of the step: more loader workers, prefetching or pinned memory."),
         (Limit.COLLECTION, COLLECTION_RATIO, "Python's garbage collection takes",
          evidence.verdict.collect_less),
+        (Limit.RARE_WORK, STRAGGLER_RATIO,
+         f"Rank {numbers.get('rare_work_rank')} works longer in some steps, on average for",
+         "Find the steps: fsdp-inspect show RUN ranks."),
         (Limit.BETWEEN, BETWEEN_RATIO,
          "Checkpoints, evaluation or generation before each step take",
          "Save or evaluate less often, or in the background "

@@ -28,18 +28,22 @@ from fsdp_inspect.analysis.provenance import measure_provenance
 from fsdp_inspect.analysis.recorder_cost import RecorderCost, measure_recorder_cost
 from fsdp_inspect.analysis.run_heading import RunHeading, identify
 from fsdp_inspect.analysis.scalars import measure_loss
-from fsdp_inspect.analysis.step_selection import inspected_rank
+from fsdp_inspect.analysis.step_selection import inspected_rank, timed_ranks
 from fsdp_inspect.analysis.step_times import RankOverlap, measure_overlap, measure_step_times
-from fsdp_inspect.analysis.stragglers.ranks import find_late_ranks
+from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE
+from fsdp_inspect.analysis.stragglers.ranks import find_late_ranks, find_rare_work
 from fsdp_inspect.analysis.throughput import Throughput, measure_throughput
 from fsdp_inspect.analysis.trust import measure_trust
 from fsdp_inspect.analysis.units import UnitCost, measure_units
-from fsdp_inspect.analysis.verdict import RankVerdict, Straggler, Verdict
+from fsdp_inspect.analysis.verdict import RankVerdict, RareWork, Straggler, Verdict
 from fsdp_inspect.analysis.verdict.run_facts import Answers, judge, measure_step_costs
 from fsdp_inspect.analysis.wait_causes import timed_collectives
 from fsdp_inspect.results import Result
 from fsdp_inspect.statistics import Distribution
 from fsdp_inspect.trace.run import RunSource
+
+_MOST_READ_RANKS = 64
+"""Of more ranks, the summary does not read single steps; `show RUN ranks` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,7 @@ def measure_summary(run: RunSource) -> Summary:
             utilisation_ratio=throughput.device_utilisation_ratio if throughput else None,
             trust=measure_trust(run),
             late=late,
+            rare=try_measure(_find_rare_work, run, damage),
             stops=stops,
             kernels=find_profile(run),
             uneven=measure_uneven_work(run, late.rank) if isinstance(late, Straggler) else None,
@@ -221,6 +226,14 @@ def _measure_waits(run: RunSource) -> Exposed | None:
     last_arrival_ns = np.full(len(collectives), -1, dtype=np.int64)
     _, last_arrival_ns[known] = find_last_arrivals(run, member.rank, collectives.where(known))
     return measure_exposed(run, last_arrival_ns=last_arrival_ns)
+
+
+def _find_rare_work(run: RunSource) -> RareWork | None:
+    """The steps in which one rank works much longer; None: none, chance, or too many ranks."""
+    if len(run.ranks) > _MOST_READ_RANKS:
+        return None
+    found = find_rare_work(timed_ranks(run))
+    return found if found is not None and found.chance <= MAX_CHANCE else None
 
 
 def _measure_lifetime(run: RunSource) -> Lifetime | None:

@@ -15,9 +15,9 @@ from fsdp_inspect.analysis.stragglers.dimension_waits import DimensionWait
 from fsdp_inspect.analysis.stragglers.evidence import LEAST_BUSIEST_RATIO, LEAST_COST_RATIO
 from fsdp_inspect.analysis.stragglers.expert_load import ExpertGroup, ExpertLoad, LoadFinding
 from fsdp_inspect.analysis.stragglers.rank_replay import StepReplay
-from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE, RareWork
+from fsdp_inspect.analysis.stragglers.rank_work import MAX_CHANCE
 from fsdp_inspect.analysis.stragglers.ranks import CollectiveSkew, RankRow, Ranks
-from fsdp_inspect.analysis.verdict import SlowGroup, Straggler
+from fsdp_inspect.analysis.verdict import RareWork, SlowGroup, Straggler
 from fsdp_inspect.analysis.verdict.words import (
     describe_extra_work,
     describe_slow_group,
@@ -52,7 +52,7 @@ def describe_answer(ranks: Ranks) -> tuple[str, ...]:
         if ranks.replay is not None and lines[0] == _NO_STRAGGLER:
             lines.append(_DEFINITION)
         if ranks.rare_work is not None:
-            lines.append(_rare_work(ranks.rare_work, len(ranks.ranks)))
+            lines.append(_rare_work(ranks.rare_work))
         if ranks.replay is not None:
             lines.append(_imbalance(ranks, ranks.replay))
     slow = ranks.slow_group or ranks.straggler
@@ -235,17 +235,12 @@ def _waits_least(rows: Sequence[RankRow]) -> RankRow | None:
     return max(known, key=lambda row: row.shortest_ratio or 0.0, default=None)
 
 
-def _rare_work(rare: RareWork, num_ranks: int) -> str:
-    others = "the other rank" if num_ranks == 2 else "all other ranks"
+def _rare_work(rare: RareWork) -> str:
     by_chance = (
-        f" Among {num_ranks} equal ranks, one rank has all of these steps by chance in "
+        f" Among {rare.num_ranks} equal ranks, one rank has all of these steps by chance in "
         f"{format_ratio(rare.chance)} of runs."
     )
-    return (
-        f"Rank {rare.rank} works much longer than {others} in {len(rare.steps)} of {rare.out_of} "
-        f"timed steps, by {format_ns(rare.extra_ns)} each (median): {format_ns(rare.mean_ns)} in "
-        f"the mean step.{by_chance if rare.chance > MAX_CHANCE else ''}"
-    )
+    return f"{rare.sentence}{by_chance if rare.chance > MAX_CHANCE else ''}"
 
 
 def _imbalance(ranks: Ranks, replay: StepReplay) -> str:

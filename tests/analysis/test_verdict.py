@@ -12,6 +12,7 @@ from fsdp_inspect.analysis.verdict import (
     HighestMoment,
     Limit,
     OtherPart,
+    RareWork,
     StepFacts,
     Straggler,
     Waiting,
@@ -732,6 +733,26 @@ def test_a_recompilation_names_the_guard():
     assert verdict.sentence == "Recompilations take 30% of the step on rank 1."
     assert "The guard that failed: factor == 1." in verdict.why
     assert "2 of 10 steps have one." in verdict.why
+
+
+def test_the_other_ranks_wait_for_collections_of_one_rank_only():
+    for is_alone in (True, False):
+        verdict = words_of(stop=stop("garbage collection", is_alone=is_alone), collection_ns=MS)
+        assert ("and the other ranks wait for it" in verdict.why) is is_alone
+
+
+def test_a_rank_that_works_longer_in_some_steps_is_named_beside_the_waits():
+    rare = RareWork(1, (2, 5, 8), 9, 60 * MS, 20 * MS, 0.01, 4, "data")
+    verdict = words_of(rare=rare, exposed_ns=40 * MS)
+    assert verdict.limit is Limit.COMMUNICATION
+    assert verdict.next_steps[-1].startswith("Rank 1 works 60.0 ms longer in 3 of 9 steps. Look at")
+    assert "breakdown --rank 1 --step 2`" in verdict.next_steps[-1]
+    alone = words_of(rare=rare)
+    assert alone.limit is Limit.RARE_WORK
+    assert "Most of it lies in the part data. Steps: 2, 5, 8." in alone.why
+    late = words_of(rare=rare, straggler=straggler(21 * MS))
+    assert late.limit is Limit.STRAGGLER
+    assert not any("longer in 3 of 9" in each for each in late.next_steps)
 
 
 def test_collections_on_one_rank_name_it():

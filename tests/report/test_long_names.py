@@ -134,9 +134,9 @@ unit                  A exposed      bus      B exposed      bus
 """,
     ("simulate", ""): """\
 unit         params  unsharded  gathers  all-gather  exposed
-...layers.0     100       64 B        2     2.00 ms  5.00 ms
-...layers.1     100       64 B        2     2.00 ms  2.00 ms
-...layers.2     100       64 B        2     2.00 ms  4.00 ms
+...layers.0   1.00M   3.81 MiB        2     2.00 ms  5.00 ms
+...layers.1   1.00M   3.81 MiB        2     2.00 ms  2.00 ms
+...layers.2   1.00M   3.81 MiB        2     2.00 ms  4.00 ms
 """,
 }
 """The tables below the line that states the prefix, by report and title."""

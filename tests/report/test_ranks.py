@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_inspect.advice.request import AdviceRequest
+from fsdp_inspect.advice.run_advice import advise_run
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.report.ranks_wording import describe_answer, render_ranks
 from tests.analysis.stragglers.test_ranks import build_run
 from tests.builders import RunBuilder, steady_run
@@ -111,12 +114,24 @@ def test_work_that_always_the_same_rank_has_in_a_few_steps_is_said(every, chance
     works = [(220, 100) if step % every == 0 else (100, 101 + step % 3) for step in range(20)]
     lines = describe_answer(measure_ranks(build_run(*works)))
     number = 20 // every
+    shown = "0, 10" if number == 2 else "0, 2, 4, 6, 8, 10 and 4 more"
     assert lines[2] == (
         f"Rank 0 works much longer than the other rank in {number} of 20 timed steps, by 120 ns "
-        f"each (median): {6 * number} ns in the mean step.{chance}"
+        f"each (median): {6 * number} ns in the mean step. Most of it lies in the part data. "
+        f"Steps: {shown}.{chance}"
     )
     assert "although" not in lines[3]
     assert f"steps are among those {number}." in lines[3]
+
+
+def test_the_verdict_and_the_advice_name_a_rank_that_works_longer_in_some_steps():
+    run = build_run(*[(220, 100) if step % 3 == 0 else (100, 101 + step % 3) for step in range(21)])
+    verdict = measure_summary(run).verdict
+    said = (verdict.sentence, *verdict.next_steps)
+    assert any("Rank 0 works 120 ns longer in 7 of 21 steps." in each for each in said)
+    assert (verdict.numbers["rare_work_rank"], verdict.numbers["rare_work_ns"]) == (0, 40)
+    found = [each for each in advise_run(run, AdviceRequest()).findings if each.rule == "R32"]
+    assert [each.sentence.partition(" works")[0] for each in found] == ["Rank 0"]
 
 
 def test_the_rank_with_the_longest_work_changes_only_where_it_does():

@@ -12,7 +12,6 @@ sets takes the place of N.
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.step_selection import RankSteps, TypicalSteps
+from fsdp_inspect.analysis.verdict import RareWork
 from fsdp_inspect.statistics import median
 
 MAX_CHANCE = 0.05
@@ -66,21 +66,6 @@ def steps_to_tell(work: "RankWork", *ranks: int, num_sets: int | None = None) ->
         if chance <= MAX_CHANCE:
             return f"at least {n} timed steps"
     return "many more timed steps"
-
-
-@dataclass(frozen=True, slots=True)
-class RareWork:
-    """The steps in which one rank works much longer than all others; no other rank ever does."""
-
-    rank: int
-    steps: tuple[int, ...]
-    out_of: int
-    extra_ns: int
-    """Its work - the longest work of another rank, as the median over these steps."""
-    mean_ns: int
-    """The same in the mean step."""
-    chance: float
-    """The probability that one of as many equal ranks has all of these steps."""
 
 
 _LEAST_RARE_RATIO, _RARE_TO_USUAL = 0.2, 4
@@ -182,7 +167,9 @@ class RankWork:
             return None
         chance = chance_of_most(count, count, self.num_ranks)
         steps = tuple(self._steps[place] for place in places.tolist())
-        return RareWork(self._ranks[rank], steps, self.num_steps, extra_ns, mean_ns, chance)
+        return RareWork(
+            self._ranks[rank], steps, self.num_steps, extra_ns, mean_ns, chance, self.num_ranks
+        )
 
     def _split(self, ranks: Collection[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the work of some ranks, shape (ranks, steps), and of the others."""

@@ -32,7 +32,7 @@ Source: RULES R32; TraceLens' start skew and communication latency (minimum over
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import ClassVar
@@ -60,6 +60,7 @@ from fsdp_inspect.analysis.stragglers.dimension_waits import (
     waits_for,
 )
 from fsdp_inspect.analysis.stragglers.evidence import (
+    LEAST_COST_RATIO,
     MAX_ERROR_RATIO,
     OWN_PARTS,
     StragglerEvidence,
@@ -70,7 +71,6 @@ from fsdp_inspect.analysis.stragglers.rank_replay import RankPricing, StepReplay
 from fsdp_inspect.analysis.stragglers.rank_work import (
     MAX_CHANCE,
     RankWork,
-    RareWork,
     common_steps,
     consecutive,
     sample_ranks,
@@ -78,7 +78,7 @@ from fsdp_inspect.analysis.stragglers.rank_work import (
     steps_to_tell,
 )
 from fsdp_inspect.analysis.trust import Trust, find_extra_run_delay, measure_trust
-from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, SlowGroup, Straggler
+from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, RareWork, SlowGroup, Straggler
 from fsdp_inspect.columns import (
     Column,
     TableSpec,
@@ -360,7 +360,7 @@ def _measure_ranks(run: RunSource) -> Ranks:
         straggler_refusal=None if priced else refusal,
         trust=trust,
         replay=None if timed.lacks_communication else pricing.result,
-        rare_work=evidence.work.find_rare(evidence.step_time_ns, evidence.least_cost_ns),
+        rare_work=find_rare_work(timed),
         dimension_waits=measure_dimension_waits(run, arrivals, alignment.uncertainty_ns),
         expert_load=measure_expert_load(run),
         sampled_ranks=tuple(sample),
@@ -611,6 +611,28 @@ def may_have_late_ranks(ranks: Sequence[RankOverlap]) -> bool:
     if len(work) < 2 or median_work is None or not step_time:
         return False
     return max(work) - median_work >= STRAGGLER_RATIO * step_time
+
+
+def find_rare_work(timed: TimedRanks) -> RareWork | None:
+    """The steps in which one rank works much longer than all others; None: there are none.
+
+    Args:
+        timed: The timed steps of all ranks.
+    """
+    if timed.median is None or timed.lacks_communication:
+        return None
+    step_ns = timed.median.typical(timed.median.step_time_ns)
+    found = RankWork(timed.members).find_rare(step_ns, LEAST_COST_RATIO * step_ns)
+    if found is None:
+        return None
+    own = next(member for member in timed.members if member.rank == found.rank)
+    is_rare = np.isin(own.steps, found.steps)
+    extra = {}
+    for part in OWN_PARTS:
+        times = own.per_step(part)
+        extra[part.label] = float(np.median(times[is_rare]) - np.median(times[~is_rare]))
+    longest = max(extra, key=lambda part: extra[part])
+    return replace(found, part=longest if 2 * extra[longest] >= found.extra_ns else None)
 
 
 def find_late_ranks(run: RunSource, ranks: Sequence[RankOverlap]) -> Straggler | SlowGroup | None:

@@ -18,6 +18,7 @@ step of that rank. Each limit has a threshold:
 | collection    | Python collects garbage for 5% of the step                           |        |
 | host stop     | one line reads values or recompiles for 5% (device: recompiles)      |        |
 | between steps | checkpoints and evaluation take 10% of the step and that time        |        |
+| rare work     | one rank works much longer in some steps: 5% of the mean step        | R32    |
 | recomputation | repeated forwards of activation checkpointing take 15% of the step   | R18    |
 | first gather  | a root much larger than the other units: its first gather and last    | R1, R3 |
 |               | reduction take 10%                                                   |        |
@@ -47,6 +48,7 @@ from fsdp_inspect.analysis.verdict.facts import (
     HighestMoment,
     Limit,
     OtherPart,
+    RareWork,
     SlowGroup,
     StepFacts,
     Straggler,
@@ -74,6 +76,7 @@ __all__ = [
     "Limit",
     "OtherPart",
     "RankVerdict",
+    "RareWork",
     "SlowGroup",
     "StepFacts",
     "Straggler",
@@ -249,6 +252,8 @@ def _numbers(facts: StepFacts) -> dict[str, float | int | None]:
         "garbage_collection_ns": facts.collection_cost_ns,
         "host_stop_ns": facts.stop_ns if facts.stop else None,
         "between_steps_ns": facts.between_ns,
+        "rare_work_rank": facts.rare.rank if facts.rare else None,
+        "rare_work_ns": facts.rare_ns if facts.rare else None,
         "recompute_ns": facts.recompute_ns,
         "first_gather_ns": facts.first_gather.exposed_ns if facts.first_gather else None,
         "backward_order_ns": facts.backward_order_ns,

@@ -11,6 +11,8 @@ from fsdp_inspect.analysis.memory.growth import MemoryGrowth
 from fsdp_inspect.analysis.placement import FarDevice, SharedCores
 from fsdp_inspect.analysis.trust import CORES_RATIO, Trust
 from fsdp_inspect.analysis.wait_causes import Cause
+from fsdp_inspect.formatting import format_ns, listed
+from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.trace.host_work import COLLECTION
 from fsdp_inspect.trace.sharders import FSDP2_TRAITS, SharderTraits
 
@@ -144,6 +146,40 @@ class SlowGroup:
         return "at most " if self.bound_because else ""
 
 
+_MOST_STEPS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class RareWork:
+    """The steps in which one rank works much longer than all others; no other rank ever does."""
+
+    rank: int
+    steps: tuple[int, ...]
+    out_of: int
+    extra_ns: int
+    """Its work - the longest work of another rank, as the median over these steps."""
+    mean_ns: int
+    """The same in the mean step."""
+    chance: float
+    """The probability that one of as many equal ranks has all of these steps."""
+    num_ranks: int
+    part: str | None = None
+    """The part of the step, a `StepPart`, with most of the extra work; None: no part has half."""
+
+    @property
+    def sentence(self) -> str:
+        """How much longer the rank works, and in which steps."""
+        others = "the other rank" if self.num_ranks == 2 else "all other ranks"
+        name = find_metric(f"{self.part}_ns").label if self.part else ""
+        part = f" Most of it lies in the part {name}." if name else ""
+        return (
+            f"Rank {self.rank} works much longer than {others} in {len(self.steps)} of "
+            f"{self.out_of} timed steps, by {format_ns(self.extra_ns)} each (median): "
+            f"{format_ns(self.mean_ns)} in the mean step.{part} Steps: "
+            f"{listed([str(step) for step in self.steps], _MOST_STEPS)}."
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
     """The numbers of one typical step behind a verdict."""
@@ -237,6 +273,8 @@ class StepFacts:
     """The lines that read values of tensors. On a device their time is no cost of its own."""
     driver_calls: tuple[HostStopCost, ...] = ()
     """`HostStops.driver_calls`."""
+    rare: RareWork | None = None
+    """The steps in which one rank works much longer; None: none, chance, or too many ranks."""
     uneven: UnevenWork | None = None
     """The batches of the straggler against those of the other ranks; None: not larger."""
     kernels: Kernels | None = None
@@ -329,6 +367,12 @@ class StepFacts:
         return min(round(straggler.cost_ns * share), straggler.cost_ns)
 
     @property
+    def rare_ns(self) -> int:
+        """The extra work of some steps of one rank, in the mean step; 0 with a late rank."""
+        is_late = self.straggler is not None or self.slow_group is not None
+        return 0 if self.rare is None or is_late else self.rare.mean_ns
+
+    @property
     def late_ranks_ns(self) -> int:
         """Exposed time of waits for ranks that arrive later."""
         return self.causes_ns.get(Cause.STRAGGLER.label, 0)
@@ -394,6 +438,8 @@ class Limit(StrEnum):
     """One line of the script stops the host: reads of values, or compilations."""
     BETWEEN = "between_steps"
     """Checkpoints or evaluation between the steps."""
+    RARE_WORK = "rare_work"
+    """One rank works much longer than the others in some steps."""
     RECOMPUTE = "recomputation"
     FIRST_GATHER = "first_gather"
     """The first all-gather and the last reduction, of a root much larger than the other units."""
@@ -418,10 +464,17 @@ OF_WAITS = frozenset(
     }
 )
 """Limits that are waits for communication."""
-_OF_CORES = frozenset({Limit.HOST, Limit.COMMUNICATION, Limit.OTHER})
+_OF_CORES = frozenset({Limit.HOST, Limit.COMMUNICATION, Limit.OTHER, Limit.RARE_WORK})
 """Limits that a missing core may cause."""
 _BESIDE = frozenset(
-    {Limit.INPUT, Limit.COLLECTION, Limit.HOST_STOP, Limit.BETWEEN, Limit.RECOMPUTE}
+    {
+        Limit.INPUT,
+        Limit.COLLECTION,
+        Limit.HOST_STOP,
+        Limit.BETWEEN,
+        Limit.RARE_WORK,
+        Limit.RECOMPUTE,
+    }
 )
 """Costs with a remedy of their own, whatever the limit is."""
 _BEFORE_COMMUNICATION = frozenset({Limit.HOST, Limit.STRAGGLER, Limit.SLOW_GROUP})
@@ -466,6 +519,7 @@ def _find_named(facts: StepFacts) -> dict[Limit, float]:
         Limit.COLLECTION: (facts.ratio(collection), COLLECTION_RATIO),
         Limit.HOST_STOP: (facts.ratio(stop), HOST_STOP_RATIO),
         Limit.BETWEEN: (facts.between_ratio, BETWEEN_RATIO),
+        Limit.RARE_WORK: (facts.ratio(facts.rare_ns), STRAGGLER_RATIO),
         Limit.RECOMPUTE: (facts.ratio(facts.recompute_ns), RECOMPUTE_RATIO),
         Limit.FIRST_GATHER: (facts.ratio(first), FIRST_GATHER_RATIO),
         Limit.OTHER: (
@@ -478,6 +532,8 @@ def _find_named(facts: StepFacts) -> dict[Limit, float]:
         named[Limit.BETWEEN] = facts.ratio(facts.between_ns)
     if facts.stops_alone:  # the others wait for this rank
         named.pop(Limit.COMMUNICATION, None)
+        if 2 * facts.stop_ns >= facts.rare_ns:
+            named.pop(Limit.RARE_WORK, None)
         if facts.straggler is not None and 2 * facts.stop_ns >= late:
             named.pop(Limit.STRAGGLER, None)
     if Limit.CORES in named:

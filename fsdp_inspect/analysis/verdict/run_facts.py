@@ -28,6 +28,7 @@ from fsdp_inspect.analysis.verdict import (
     HighestMoment,
     OtherPart,
     RankVerdict,
+    RareWork,
     SlowGroup,
     StepFacts,
     Straggler,
@@ -89,6 +90,8 @@ class Answers:
     provenance: Provenance | None
     late: Straggler | SlowGroup | None
     """The straggler or the slow group."""
+    rare: RareWork | None = None
+    """The steps in which one rank works much longer."""
     costs: StepCosts | None = None
     utilisation_ratio: float | None = None
     """The utilisation of the device of the median rank, which also stands for the other ranks."""
@@ -247,6 +250,7 @@ def _facts_of_step(answers: Answers, step: StepBreakdown) -> StepFacts:
         collect_call=answers.stops.collect_call if answers.stops else None,
         reads=answers.stops.reads if answers.stops else (),
         driver_calls=answers.stops.driver_calls if answers.stops else (),
+        rare=answers.rare,
         uneven=answers.uneven,
         shared_cores=_shared_cores(answers),
         far_device=find_far_device(answers.records),

@@ -950,13 +950,14 @@ def _phrase_collection(facts: StepFacts) -> Words:
     stop = facts.stop
     if stop is not None and stop.what == COLLECTION and stop.duration_ns > facts.collection_ns:
         alone = f" on rank {stop.rank}" if stop.is_alone else ""
+        waits = ", and the other ranks wait for it" if stop.is_alone else ""
         time = f"{format_ns(stop.duration_ns)} a step on average"
         seen = f"{stop.num_steps} of {stop.out_of} steps have a collection"
         return (
             f"Python's garbage collection takes {_share_of_stop(facts)}{alone}.",
             f"Collections on rank {stop.rank} take {time}.",
-            f"Collections of garbage stop rank {stop.rank} for {time}, and the other ranks wait "
-            f"for it: {seen}. Most time: {shorten_place(stop.place) or 'unknown line'}.",
+            f"Collections of garbage stop rank {stop.rank} for {time}{waits}: {seen}. Most time: "
+            f"{shorten_place(stop.place) or 'unknown line'}.",
             collect_less(facts),
         )
     return (
@@ -1063,6 +1064,23 @@ def _phrase_between(facts: StepFacts) -> Words:
     )
 
 
+def _phrase_rare_work(facts: StepFacts) -> Words:
+    rare = facts.rare
+    assert rare is not None
+    return (
+        f"Rank {rare.rank} works {format_ns(rare.extra_ns)} longer in {len(rare.steps)} of "
+        f"{rare.out_of} steps.",
+        f"That is {format_ns(rare.mean_ns)} in the mean step ({_ratio(facts, rare.mean_ns)}), for "
+        "which the other ranks wait.",
+        rare.sentence,
+        (
+            f"Look at what only rank {rare.rank} does in these steps: slow batches, saving, "
+            f"evaluation, logging, or another program on its machine. `fsdp-inspect show RUN "
+            f"breakdown --rank {rare.rank} --step {rare.steps[0]}` splits one of them.",
+        ),
+    )
+
+
 def _phrase_recomputation(facts: StepFacts) -> Words:
     do = "Checkpoint fewer blocks, if memory allows."
     return (
@@ -1150,6 +1168,7 @@ _WORDS: dict[Limit, Callable[[StepFacts], Words]] = {
     Limit.COLLECTION: _phrase_collection,
     Limit.HOST_STOP: _phrase_host_stop,
     Limit.BETWEEN: _phrase_between,
+    Limit.RARE_WORK: _phrase_rare_work,
     Limit.RECOMPUTE: _phrase_recomputation,
     Limit.FIRST_GATHER: _phrase_first_gather,
     Limit.BACKWARD_ORDER: _phrase_backward_order,

@@ -567,6 +567,7 @@ _PAGE_OF_LIMIT = {
     Limit.MEMORY_CREEP: "memory",
     Limit.STRAGGLER: "ranks",
     Limit.SLOW_GROUP: "ranks",
+    Limit.RARE_WORK: "ranks",
 }
 
 
