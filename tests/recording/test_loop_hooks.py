@@ -1,10 +1,14 @@
-"""Data time counts on the training thread only."""
+"""Data time counts on the training thread only, and an update is its outermost step."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
+import time
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,7 +19,104 @@ from fsdp_inspect.recording.session import Session
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.trace.codes import EventKind
 
-_KIND = 3
+_KIND, _START, _END = 3, 16, 17
+
+
+SLEEP_S = 0.02
+
+
+class Slow(torch.optim.AdamW):
+    """Works before and after the update of its parent."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(SLEEP_S)
+        loss = super().step(closure)
+        time.sleep(SLEEP_S)
+        return loss
+
+
+class Both(torch.optim.Optimizer):
+    """Steps two optimizers within its own step."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.parts = [torch.optim.SGD([each], lr=0.1) for each in parameters]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        time.sleep(SLEEP_S)
+        for part in self.parts:
+            part.step()
+        time.sleep(SLEEP_S)
+
+
+class Broken(torch.optim.AdamW):
+    """Its first update fails."""
+
+    has_failed = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            raise ValueError
+        return super().step(closure)
+
+
+def updates_recorded(*optimizers: torch.optim.Optimizer) -> tuple[list[int], int]:
+    """The duration of each recorded update, ns, and the number of ends of updates."""
+    rows: list[tuple[int, ...]] = []
+    ended = list[torch.optim.Optimizer]()
+    session = Session(HostClock(), rows.append, ProcessGroups())
+    patches = Patches()
+    LoopHooks(session, None, ended.append).attach(patches)
+    try:
+        for optimizer in optimizers:
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            torch.autograd.backward(sum((each * each).sum() for each in parameters))
+            with contextlib.suppress(ValueError):
+                optimizer.step()
+    finally:
+        patches.undo()
+    found = [row for row in rows if row[_KIND] == EventKind.OPTIMIZER]
+    return [row[_END] - row[_START] for row in found], len(ended)
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", [Slow, Both])
+def test_an_update_is_the_outermost_step(kind: Any) -> None:
+    torch.optim.AdamW(parameters())  # from now on, torch calls the hooks of its step
+    durations, num_ended = updates_recorded(kind(parameters()))
+    assert num_ended == len(durations) == 1
+    assert durations[0] >= 2 * SLEEP_S * 1e9
+
+
+def test_an_update_that_failed_does_not_hide_the_next_one() -> None:
+    torch.optim.AdamW(parameters())
+    optimizer = Broken(parameters())
+    durations, num_ended = updates_recorded(optimizer, optimizer)
+    assert num_ended == len(durations) == 1
+
+
+def test_a_closure_that_runs_the_backward_ends_one_update() -> None:
+    optimizer = torch.optim.LBFGS(parameters(), max_iter=2)
+
+    class Closed(torch.optim.LBFGS):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    for each in (optimizer, Closed(parameters(), max_iter=2)):
+        values = [part for group in each.param_groups for part in group["params"]]
+
+        def closure(values: list[torch.nn.Parameter] = values) -> torch.Tensor:
+            loss = torch.stack([(part * part).sum() for part in values]).sum()
+            loss.backward()
+            return loss
+
+        each.step = functools.partial(each.step, closure)  # type: ignore[method-assign]
+        durations, num_ended = updates_recorded(each)
+        assert num_ended == len(durations) == 1
 
 
 def kinds_recorded(load: Any) -> list[int]:
