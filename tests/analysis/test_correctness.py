@@ -301,3 +301,31 @@ def test_a_rank_is_named_only_if_its_tokens_weigh_most_in_most_microbatches(
     assert fault.ranks == ranks
     assert f"{median:.1f} times as much in the median of {len(first)} microbatches" in fault.why
     assert "100 on rank 0 and 20 on rank 1" in fault.why
+
+
+def logged(*losses: float) -> InMemoryRun:
+    builder = RunBuilder(("layers.0",))
+    rank = builder.rank(0)
+    for step, loss in enumerate(losses):
+        rank.step(step, 1000 * step, 1000 * step + 1000)
+        rank.loss(loss)
+    return observed(builder.build(), TrainingSeen())
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_noted"),
+    [
+        pytest.param([2.3, 2.4, 5, 12, *[20 + at % 3 for at in range(40)]], True, id="diverged"),
+        pytest.param([2.3, *[9 - at / 20 for at in range(40)]], True, id="from step 1, and falls"),
+        pytest.param([2.3 + at / 10 for at in range(50)], True, id="rises"),
+        pytest.param([2.3 * 0.97**at for at in range(50)], False, id="healthy"),
+        pytest.param([2.3 + at % 3 / 10 for at in range(50)], False, id="flat"),
+        pytest.param([2.3, 4, 3.5, *[2.2 for _ in range(40)]], False, id="rose and came back"),
+        pytest.param([1e-6 + at / 100 for at in range(50)], False, id="near 0 at first"),
+        pytest.param([2.3] * 20 + [9] * 40, False, id="a spike, which is named"),
+        pytest.param([2.3, *[9] * 20], False, id="few"),
+    ],
+)
+def test_a_loss_that_ends_above_its_first_value_is_noted(losses: list[float], is_noted: bool):
+    notes = [each.sentence for each in check_training(logged(*losses)).notes]
+    assert notes == ["loss ends above its first value."] * is_noted

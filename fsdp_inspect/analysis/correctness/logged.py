@@ -1,4 +1,4 @@
-"""Find numbers of one rank that are logged as those of the model: gradient norms and losses.
+"""Find logged numbers that show a mistake: those of one rank, and a loss that does not come back.
 
 - Seen: the numbers that each rank logs under a name such as `grad_norm` or `loss`, and the value
   that the first backward of a step begins from.
@@ -6,6 +6,8 @@
   the whole gradient is one number. A note: one rank logs a loss, which is its own in every step,
   and the losses of other ranks differ.
 - Refuted by: a name with "local" or "rank". A norm that one rank logs cannot be compared.
+- A note: each of the last third of at least 30 losses is higher than the first one by 20%. Harder
+  data, an adversary or reinforcement learning look the same.
 """
 
 import math
@@ -14,7 +16,8 @@ from collections.abc import Callable, Iterator
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
 from fsdp_inspect.analysis.correctness.samples import differ
-from fsdp_inspect.analysis.scalars import is_training_loss
+from fsdp_inspect.analysis.loss_spikes import find_loss_spikes
+from fsdp_inspect.analysis.scalars import is_training_loss, measure_loss
 from fsdp_inspect.formatting import format_ranks, plural
 from fsdp_inspect.trace.sharders import DDP
 
@@ -24,6 +27,8 @@ _LEAST_STEPS = 3
 _TOLERANCE = 0.01
 _SAME = 1e-6
 """A logged number that differs by less from the loss of its rank is that loss."""
+_LEAST_LOSSES, _HIGHER, _LEAST_FIRST = 30, 1.2, 0.01
+"""Losses to judge, how much higher they end, and the least first loss / the highest of the last."""
 _APART = 1e-4
 """Losses of ranks that differ by more are not one loss."""
 
@@ -32,6 +37,7 @@ def check_logged(observed: Observed) -> Iterator[TrainingFault]:
     """Find a gradient norm of each rank's own part, and note a loss of one rank."""
     by_name = _numbers_by_name(observed, _NORM.search)
     yield from _own_loss(observed)
+    yield from _ends_higher(observed)
     shared = {name: ranks for (name, _), ranks in by_name.items() if len(ranks) > 1}
     if not shared:
         observed.not_checked[TrainingCheck.LOGGED] = "Fewer than two ranks logged a gradient norm."
@@ -59,6 +65,27 @@ def check_logged(observed: Observed) -> Iterator[TrainingFault]:
             'norm. If the norm of a rank is meant, name it so: "local_grad_norm".',
         )
         return
+
+
+def _ends_higher(observed: Observed) -> Iterator[TrainingFault]:
+    """Note a loss that rose from its first value and stays there; see `loss_spikes` for others."""
+    loss = measure_loss(observed.run)
+    if loss is None or len(loss.values) < _LEAST_LOSSES or not all(map(math.isfinite, loss.values)):
+        return
+    first, last = loss.values[0], loss.values[-len(loss.values) // 3 :]
+    is_higher = min(last) > _HIGHER * first > _LEAST_FIRST * max(last)
+    if not is_higher or any(each.recovered_at is None for each in find_loss_spikes(observed.run)):
+        return
+    yield TrainingFault(
+        TrainingCheck.LOGGED,
+        (loss.rank,),
+        f"{loss.name} ends above its first value.",
+        f"It is {first:.4g} in step {loss.steps[0]}, and {min(last):.4g} to {max(last):.4g} in the "
+        f"last {len(last)} of {len(loss.values)} logged steps.",
+        "Lower the learning rate, or let it rise more slowly at the start. If this loss need not "
+        "fall, as with harder data, an adversary or reinforcement learning, ignore this.",
+        is_note=True,
+    )
 
 
 def _numbers_by_name(
