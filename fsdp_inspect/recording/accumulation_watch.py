@@ -283,8 +283,9 @@ def _first_values(local: torch.Tensor) -> list[float]:
 
 
 def _read(local: torch.Tensor, distance: int, most: int) -> list[float]:
-    """Values at equal distances; none if reading them would wait or copy."""
-    is_readable = local.device.type == "cpu" and local.is_contiguous()
+    """Values at equal distances; none if reading them would wait or copy, or if torch cannot."""
+    is_readable = type(local) in (torch.Tensor, torch.nn.Parameter)  # float8 weights have no values
+    is_readable = is_readable and local.device.type == "cpu" and local.is_contiguous()
     is_readable = is_readable and local.untyped_storage().size() > 0  # FSDP1 frees storages
     return local.detach().view(-1)[::distance][:most].tolist() if is_readable else []
 

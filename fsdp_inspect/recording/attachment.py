@@ -62,7 +62,7 @@ from fsdp_inspect.recording.out_of_memory import (
 )
 from fsdp_inspect.recording.overhead import FIRST_DETAILED, OverheadControl
 from fsdp_inspect.recording.parameter_samples import ParameterSamples, ShardPlace, places_of
-from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.recording.patches import describe_internal, warn
 from fsdp_inspect.recording.process_life import describe_process, num_compiles
 from fsdp_inspect.recording.profile_steps import ProfileSteps
 from fsdp_inspect.recording.scalars import ScalarLog
@@ -473,7 +473,7 @@ class Attachment:
         except Exception as error:
             raise_if_of_signal(error)
             self.session.checks = self._values = None
-            self.session.problem(f"The training is not checked: {type(error).__name__}.")
+            self.session.problem(f"The training is not checked: {describe_internal(error)}.")
 
     def _keep_training(self) -> None:
         """Keep what was observed in this step."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import traceback
 import warnings
 from collections.abc import Callable
 from types import FunctionType
@@ -81,6 +82,13 @@ def wrap_call(
 
     wrapped.__wrapped__ = original  # type: ignore[attr-defined]
     return wrapped
+
+
+def describe_internal(error: BaseException) -> str:
+    """An error of the recorder with its place: `an internal error at name:12: ValueError()`."""
+    where = traceback.extract_tb(error.__traceback__)
+    place = f" at {where[-1].name}:{where[-1].lineno}" if where else ""
+    return f"an internal error{place}: {error!r}"
 
 
 def warn(message: str) -> None:

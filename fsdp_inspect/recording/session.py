@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
@@ -20,7 +19,7 @@ import torch
 from fsdp_inspect.recording.clocks import Clock
 from fsdp_inspect.recording.code_places import CodePlaces
 from fsdp_inspect.recording.journal import NOT_NEEDED, Journal, host_ns_of
-from fsdp_inspect.recording.patches import warn
+from fsdp_inspect.recording.patches import describe_internal, warn
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.units import ProcessGroups
 from fsdp_inspect.trace.codes import (
@@ -677,13 +676,12 @@ class Session(Position):
         if not self.active:
             return
         self.stop()
-        where = traceback.extract_tb(error.__traceback__)
-        place = f" at {where[-1].name}:{where[-1].lineno}" if where else ""
-        self.problems.append(f"Recording stopped by an internal error{place}: {error!r}")
+        described = describe_internal(error)
+        self.problems.append(f"Recording stopped by {described}")
         logger.debug("recording stopped", exc_info=error)
         warn(
-            f"recording stopped at step {self.step} by an internal error{place}: {error!r}. "
-            "The training continues unchanged; everything recorded so far is kept."
+            f"recording stopped at step {self.step} by {described}. The training continues "
+            "unchanged; everything recorded so far is kept."
         )
 
     def problem(self, sentence: str) -> None:

@@ -25,7 +25,7 @@ from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.coverage_watch import CoverageWatch
 from fsdp_inspect.recording.mode_watch import ModeWatch
 from fsdp_inspect.recording.parameter_samples import ParameterSamples
-from fsdp_inspect.recording.patches import Patches
+from fsdp_inspect.recording.patches import Patches, describe_internal
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.stale_watch import StaleWatch
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
@@ -156,7 +156,7 @@ class TrainingChecks:
         except Exception as error:
             raise_if_of_signal(error)
             self._is_over = self._has_failed = True
-            self._session.problem(f"The training is not checked: {type(error).__name__}.")
+            self._session.problem(f"The training is not checked: {describe_internal(error)}.")
 
     def look_again(self) -> None:
         """Look at what may have changed since the first steps."""

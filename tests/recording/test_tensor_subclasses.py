@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 
 from fsdp_inspect import Recorder
 from fsdp_inspect.analysis.correctness import check_training
+from fsdp_inspect.recording.accumulation_watch import state_of
+from fsdp_inspect.recording.torch_api.autograd import versions_of
 from fsdp_inspect.store.reader import open_run
 
 STEPS = 8
@@ -116,6 +118,13 @@ def test_parameters_of_a_class_see_the_same_calls(one_rank: None, tmp_path: Path
     plain = use(None)
     assert len(plain) > STEPS
     assert use(tmp_path / "run") == plain
+
+
+def test_a_class_whose_values_torch_cannot_read_is_looked_at_without_them() -> None:
+    """As the weights of torchao's float8 are."""
+    weight = nn.Parameter(torch.ones(4).as_subclass(Listed))
+    assert len(state_of(weight)) == len(versions_of(weight))
+    assert len(state_of(nn.Parameter(torch.ones(4)))) > len(versions_of(weight))
 
 
 def test_a_table_of_methods_finds_them_while_the_recorder_is_attached(
