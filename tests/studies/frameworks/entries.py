@@ -36,7 +36,8 @@ class Entry:
     arguments: tuple[str, ...] = ()
     """The arguments of the driver."""
     is_simulated: bool = True
-    """Whether plans are simulated; else the commands state the reason."""
+    """Whether plans are simulated; else only settings of the sharder are, or a command states why
+    not."""
     is_plan_checked: bool = True
     """Whether the run is checked against its plan; else `summary` states the reason."""
 
@@ -177,8 +178,8 @@ ENTRIES = (
             f"DeepSpeed ZeRO-{stage}",
             ("deepspeed",),
             "`Recorder(engine)`",
-            "The optimizer is torch's AdamW, with its state offloaded to the CPU. Plan "
-            "check and simulated plans do not support DeepSpeed.",
+            "The optimizer is torch's AdamW, with its state offloaded to the CPU. Plans are "
+            "neither checked nor simulated; the settings of the engine are simulated.",
             script="deepspeed",
             arguments=(str(stage),),
             is_simulated=False,
