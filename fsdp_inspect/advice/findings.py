@@ -275,7 +275,8 @@ def _also(evidence: Evidence) -> Iterator[Finding]:
          evidence.verdict.collect_less),
         (Limit.RARE_WORK, STRAGGLER_RATIO,
          f"Rank {numbers.get('rare_work_rank')} works longer in some steps, on average for",
-         "Find the steps: fsdp-inspect show RUN ranks."),
+         f"Find out why rank {numbers.get('rare_work_rank')} works longer in some steps: "
+         "fsdp-inspect show RUN ranks."),
         (Limit.BETWEEN, BETWEEN_RATIO,
          "Checkpoints, evaluation or generation before each step take",
          "Save or evaluate less often, or in the background "

@@ -105,8 +105,9 @@ def _own_work(run: RunSource) -> RankGrid:
 
 
 def _known_in_detail(run: RunSource, rows: SummaryTable, amounts: NDArray[np.int64]) -> _Grid:
-    """Amounts that need the waits of a step, which plain steps do not record; NaN: unknown."""
-    return np.where(np.isin(rows.step, select_steps(run).plain), np.nan, amounts)
+    """Amounts that need the waits of a step; NaN in plain steps and imports without collectives."""
+    is_unknown = timed_ranks(run).lacks_communication | np.isin(rows.step, select_steps(run).plain)
+    return np.where(is_unknown, np.nan, amounts)
 
 
 def _peaks(run: RunSource) -> RankGrid:

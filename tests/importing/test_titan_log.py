@@ -6,8 +6,10 @@ The importer was also tried on three logs that torchtitan's own writer (commit b
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fsdp_inspect.analysis.rank_grid import measure_rank_grid
 from fsdp_inspect.errors import ImportingError
 from fsdp_inspect.importing.kineto import import_traces
 from fsdp_inspect.run import open_run
@@ -85,6 +87,8 @@ def test_communication_that_a_log_cannot_show_is_unknown_and_not_0(tmp_path: Pat
     for row in json.loads(invoke("show", run, "ranks", "--json").out)["ranks"]:
         assert (row["exposed_ns"], row["own_work_ns"]) == (None, None)
     assert "unknown" in invoke("show", run, "exposed").out.splitlines()[0]
+    for metric in ("own_work_ns", "exposed_ns"):
+        assert np.isnan(measure_rank_grid(open_run(run).source, metric=metric).values).all()
     assert "Unequal work" not in invoke("show", run, "ranks").out
     out = tmp_path / "run.prom"
     assert invoke("export", run, "openmetrics", "--out", out).code == 0

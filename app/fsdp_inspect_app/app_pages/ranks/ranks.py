@@ -279,6 +279,8 @@ def _why_empty(grid: RankGrid) -> str:
         return "Memory was not recorded. On CPU, memory is recorded in memory steps only."
     if grid.metric == "lateness_ns":
         return "Arrival order is unknown: no collective of two ranks matches."
+    if grid.steps:
+        return "Unknown: no step shows its communication."
     return "No completed step yet."
 
 
