@@ -83,9 +83,9 @@ def metrics(  # noqa: PLR0913 - one argument an option
     """Serve the numbers of a run as OpenMetrics, for Prometheus, until Ctrl-C.
 
     Times are those of the typical step. It is taken from the last 20 steps of a live run, and from
-    all timed steps of a finished run. Each request reads only the new data of a live run. Step
-    time, data loading and memory have the names of torchtitan. The other names begin with fsdp_.
-    docs/gate.md lists them.
+    all timed steps of a finished run. Communication of a live run is that of its last 20 detailed
+    steps. Each request reads only the new data of a live run. Step time, data loading and memory
+    have the names of torchtitan. The other names begin with fsdp_. docs/gate.md lists them.
 
     Example: `fsdp-inspect store metrics runs/demo --port 9464`
     """

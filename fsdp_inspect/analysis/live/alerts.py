@@ -48,8 +48,7 @@ class RunAlerts:
 
     def look(self, run: MonitoredRun) -> list[Alert]:
         """The alerts that have begun since the last look."""
-        known = [rank.numbers for rank in run.ranks if rank.numbers is not None]
-        step = known[0].last_step if known else None
+        step = next((each.last_step for each in run.ranks if each.last_step is not None), None)
         found = {
             key: Alert(rule.name, run.manifest.run_id, step, sentence)
             for rule in self.rules
