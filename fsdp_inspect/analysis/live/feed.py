@@ -1,7 +1,8 @@
 """Follow one rank of a live run: the state of the run and the rank's last steps.
 
 The state comes from the run folder (the status of every rank). The steps come from the rows that
-the rank appended since the last update.
+the rank appended since the last update. When a rank ends, compaction moves its last rows before
+they are read here, so the end of its tables is then read once.
 """
 
 import threading
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from fsdp_inspect.analysis.live.view import LiveRank, LiveView
+from fsdp_inspect.analysis.live.view import MAX_STEPS, LiveRank, LiveView
 from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.folder import rank_folder
 from fsdp_inspect.store.live_tables import NewRows, RankTail
 from fsdp_inspect.store.reader import StoredRun
+from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 
 
@@ -68,6 +70,8 @@ class LiveFeed:
         """
         self._folder = None if is_url(path) else rank_folder(Path(path), attempt, rank)
         self._tail: RankTail | None = None
+        self._has_end = False
+        """Whether the compacted tables have been read."""
         self._gathered = LiveRank()
         self._rank = rank
         self._lock = threading.Lock()
@@ -85,12 +89,10 @@ class LiveFeed:
         records = tuple(run.ranks)
         own = next((record for record in records if record.rank == self._rank), None)
         with self._lock:
-            if self._folder is None:
-                self._gathered = LiveRank()
+            new = self._read_new(run, own)
             if own is not None:
                 self._gathered.memory_from = own.memory_from
                 self._gathered.scalar_names = tuple(own.scalar_names)
-            new = self._read_new(run)
             self._gathered.add(new.events, new.memory, new.devices, new.scalars)
             view = self._gathered.view()
         now_ns = _now_on(own)
@@ -110,12 +112,23 @@ class LiveFeed:
             failure=next((record.failure for record in records if record.failure), None),
         )
 
-    def _read_new(self, run: StoredRun) -> NewRows:
+    def _read_new(self, run: StoredRun, own: RankRecord | None) -> NewRows:
         if self._folder is not None:
             self._tail = self._tail or RankTail(self._folder, run.origin_of(self._rank))
-            return self._tail.read_new()
-        rank = self._rank
-        return NewRows(run.events(rank), run.memory(rank), run.devices(rank), run.scalars(rank))
+            new = self._tail.read_new()
+            has_ended = own is not None and own.status is not RunStatus.RUNNING
+            if self._has_end or not (has_ended and self._tail.is_missing):
+                return new
+            self._has_end = True
+        self._gathered = LiveRank()
+        return _read_end(run, self._rank)
+
+
+def _read_end(run: StoredRun, rank: int) -> NewRows:
+    """Read the tables of a rank, with the events of the steps that a view keeps."""
+    steps = run.summary(ranks=[rank], kinds=[EventKind.STEP]).step[-MAX_STEPS:]
+    events = run.events(rank, steps=steps.tolist())
+    return NewRows(events, run.memory(rank), run.devices(rank), run.scalars(rank))
 
 
 def _now_on(record: RankRecord | None) -> int:

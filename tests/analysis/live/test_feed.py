@@ -18,7 +18,14 @@ from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventFlag, EventKind
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable
-from tests.store.run_files import STEP_NS, event_row, make_manifest, make_record
+from tests.store.run_files import (
+    STEP_NS,
+    event_row,
+    make_manifest,
+    make_record,
+    memory_row,
+    scalar_row,
+)
 
 ROWS_PER_STEP = 4
 CLOCK_NS = 5 * 10**9
@@ -110,7 +117,7 @@ def test_a_failure_is_told_in_its_own_words(path):
     live = look(path)
     assert live.state is LiveState.FAILED
     assert headline_live(live) == "Rank 0 failed."
-    assert describe_live(live) == "no memory left."
+    assert describe_live(live) == "no memory left. The last step was 2."
 
 
 def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
@@ -124,6 +131,23 @@ def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
         "The run has ended.",
         "The last step was 2.",
     )
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_rows_that_compaction_moved_before_a_look_are_read_once(path, is_followed):
+    writer, feed = write_steps(path, 0, scalar_names=["loss"]), LiveFeed(path, 0, 0)
+    if is_followed:
+        look(path, feed)
+    append_steps(writer, range(3, 5), begun_ns=0)
+    writer.scalars.append(scalar_row(4))
+    writer.memory.append(memory_row(4))
+    writer.close(RunStatus.COMPLETE)
+    for _ in range(2):
+        view = look(path, feed).view
+        assert [one.step for one in view.steps] == [0, 1, 2, 3, 4]
+        assert [one.step_time_ns for one in view.steps] == [STEP_NS] * 5
+        assert [(one.name, one.step, one.value) for one in view.scalars] == [("loss", 4, 3.5)]
+        assert [one.step for one in view.memory] == [4]
 
 
 def test_the_present_is_told_on_the_ranks_own_clock(path):
