@@ -307,7 +307,7 @@ def _logged(run: MonitoredRun) -> Iterator[Family]:
             name,
             f"As the training loop logged {logged}.",
             tuple(
-                Sample(_labels(run, rank, "logged"), rank.scalars[logged] * factor)
+                Sample(_labels(run, rank, "logged"), rank.scalars[logged].value * factor)
                 for rank in run.ranks
                 if logged in rank.scalars
             ),
@@ -316,9 +316,9 @@ def _logged(run: MonitoredRun) -> Iterator[Family]:
         "fsdp_logged",
         "Other numbers that the training loop logged, by name.",
         tuple(
-            Sample({"name": name, **_labels(run, rank, "logged")}, value)
+            Sample({"name": name, **_labels(run, rank, "logged")}, scalar.value)
             for rank in run.ranks
-            for name, value in sorted(rank.scalars.items())
+            for name, scalar in sorted(rank.scalars.items())
             if name not in TORCHTITAN_LOGGED
         ),
     )

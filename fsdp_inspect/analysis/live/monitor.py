@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_inspect.analysis.live.feed import LiveFeed, LiveState, LiveStatus
-from fsdp_inspect.analysis.live.view import TYPICAL_STEPS, LiveStep
+from fsdp_inspect.analysis.live.view import TYPICAL_STEPS, LiveScalar, LiveStep
 from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.analysis.provenance import measure_provenance
@@ -131,8 +131,8 @@ class MonitoredRank:
     num_ooms: int | None
     memory_method: str
     """`cuda_allocator`, `storage_tracker` or `memory_snapshot`; empty if memory is not recorded."""
-    scalars: Mapping[str, float]
-    """The last value of each number that the training loop logged."""
+    scalars: Mapping[str, LiveScalar]
+    """The last value of each number that the training loop logged, by name."""
     step_method: str
     """Method of the step times: `measured`, ..."""
     gather_method: str
@@ -201,10 +201,14 @@ def monitor_run(run: RunSource, ranks: Collection[int]) -> MonitoredRun:
     return MonitoredRun(run.manifest, state, over, over, tuple(monitored))
 
 
-def _last_logged(run: RunSource, rank: int, names: Sequence[str]) -> dict[str, float]:
+def _last_logged(run: RunSource, rank: int, names: Sequence[str]) -> dict[str, LiveScalar]:
     table = run.scalars(rank)
-    last = dict(zip(table.name.tolist(), table.value.tolist(), strict=True))
-    return {names[index]: value for index, value in last.items() if index < len(names)}
+    columns = (each.tolist() for each in (table.name, table.step, table.value))
+    return {
+        names[index]: LiveScalar(names[index], step, value)
+        for index, step, value in zip(*columns, strict=True)
+        if index < len(names)
+    }
 
 
 def _name_methods(methods: Mapping[str, str]) -> dict[str, str]:
@@ -261,7 +265,7 @@ def _measure_live(live: LiveStatus, manifest: RunManifest) -> MonitoredRank:
         num_alloc_retries=view.num_alloc_retries,
         num_ooms=view.num_ooms,
         memory_method=own.memory_from if own else "",
-        scalars={scalar.name: scalar.value for scalar in view.scalars},
+        scalars={scalar.name: scalar for scalar in view.scalars},
         **_name_methods(view.methods),
     )
 

@@ -9,6 +9,7 @@ from fsdp_inspect.alert_rules import RULES, AlertRule
 from fsdp_inspect.analysis.live.alerts import RunAlerts
 from fsdp_inspect.analysis.live.feed import LiveState
 from fsdp_inspect.analysis.live.monitor import Monitor
+from fsdp_inspect.analysis.live.view import LiveScalar
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
@@ -62,11 +63,13 @@ def test_a_run_that_dies_after_a_stall_raises_a_second_alert(healthy):
     assert "stopped without reporting an error" in found[1][0].sentence
 
 
-def test_a_loss_that_is_not_finite_is_named(healthy):
+def test_a_loss_that_is_not_finite_is_named_with_its_step(healthy):
     alerts = RunAlerts(ALL)
-    assert alerts.look(changed(healthy, scalars={"loss": 2.5})) == []
-    (alert,) = alerts.look(changed(healthy, scalars={"loss": math.nan}))
+    good, bad = (LiveScalar("loss", 12, value) for value in (2.5, math.nan))
+    assert alerts.look(changed(healthy, scalars={"loss": good})) == []
+    (alert,) = alerts.look(changed(healthy, scalars={"loss": bad}))
     assert (alert.rule, alert.sentence) == ("nan", "The logged loss is nan on rank 0.")
+    assert alert.text == f"{healthy.manifest.run_id}, step 12: {alert.sentence}"
 
 
 @pytest.mark.parametrize(("ratio", "count"), [(0.95, 0), (0.96, 1)])
