@@ -20,8 +20,8 @@ _STOPPED = {
 }
 
 _Found = tuple[str, str, int | None]
-"""What a rule finds: a key that stays the same while it holds, a sentence, and the step; None: the
-last one."""
+"""What a rule finds: a key that stays the same while it holds (empty: one for each rule), a
+sentence, and the step (None: the last one)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,17 @@ class RunAlerts:
     """The alerts of one run, from one look at its numbers to the next."""
 
     rules: Sequence[AlertRule]
-    _raised: set[str] = field(default_factory=set)
-    """The alerts that hold, which are not reported again."""
+    _raised: set[tuple[str, str]] = field(default_factory=set)
+    """The rules and keys of the alerts that hold, which are not reported again."""
     _fastest_ns: int | None = None
 
     def look(self, run: MonitoredRun) -> list[Alert]:
         """The alerts that have begun since the last look."""
         last = next((each.last_step for each in run.ranks if each.last_step is not None), None)
         found = {
-            key: Alert(rule.name, run.manifest.run_id, last if step is None else step, sentence)
+            (str(rule), key): Alert(
+                rule.name, run.manifest.run_id, last if step is None else step, sentence
+            )
             for rule in self.rules
             for key, sentence, step in self._check(rule, run)
         }
@@ -65,7 +67,7 @@ class RunAlerts:
 
     def _check(self, rule: AlertRule, run: MonitoredRun) -> Iterator[_Found]:
         if rule.name == STALL and run.state in _STOPPED:
-            yield f"stall {run.state}", _STOPPED[run.state], None
+            yield run.state, _STOPPED[run.state], None
         elif rule.name == NAN:
             yield from _find_not_finite(run)
         elif rule.name == MEMORY:
@@ -82,9 +84,10 @@ class RunAlerts:
         ratio = now / max(self._fastest_ns, 1) - 1
         if ratio > limit:
             yield (
-                "slow",
+                "",
                 f"The typical step takes {format_ns(now)}, {format_ratio(ratio)} more than the "
-                f"fastest one of the run, {format_ns(self._fastest_ns)}.",
+                f"fastest one of the run, {format_ns(self._fastest_ns)}. The limit is "
+                f"{format_ratio(limit)}.",
                 None,
             )
 
@@ -94,7 +97,7 @@ def _find_not_finite(run: MonitoredRun) -> Iterator[_Found]:
         for name, logged in rank.scalars.items():
             if not math.isfinite(logged.value):
                 sentence = f"The logged {name} is {logged.value} on rank {rank.rank}."
-                yield f"nan {name}", sentence, logged.step
+                yield name, sentence, logged.step
                 return
 
 
@@ -104,7 +107,7 @@ def _find_full(run: MonitoredRun, limit: float) -> Iterator[_Found]:
     ratio = fullest.reserved_ratio if fullest is not None else None
     if fullest is not None and ratio is not None and ratio > limit:
         yield (
-            "memory",
+            "",
             f"The allocator of rank {fullest.rank} reserves {format_ratio(ratio)} of its device, "
             f"more than {format_ratio(limit)}.",
             None,

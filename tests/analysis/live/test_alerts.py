@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -86,6 +87,16 @@ def test_longer_steps_are_compared_with_the_fastest_of_the_run(healthy):
     assert alerts.look(slowed(healthy, 1.19)) == []
     (alert,) = alerts.look(slowed(healthy, 1.25))
     assert "25% more than the fastest one of the run" in alert.sentence
+
+
+def test_each_limit_of_a_rule_raises_its_alert_once(healthy):
+    names = ["slow=20%", "slow=80%", "memory=80%", "memory=95%"]
+    alerts = RunAlerts([AlertRule.parse(name) for name in names])
+    limits = []
+    for factor in (1, 1.3, 1.5, 1.9, 2.5):
+        run = slowed(changed(healthy, reserved_ratio=factor / 2), factor)
+        limits.append([re.findall(r"\d+%", each.sentence)[-1] for each in alerts.look(run)])
+    assert limits == [[], ["20%"], [], ["80%", "80%"], ["95%"]]
 
 
 @pytest.mark.parametrize("text", ["stall", "nan", "memory=90%", "slow=12.5%"])

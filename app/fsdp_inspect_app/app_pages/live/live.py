@@ -261,7 +261,7 @@ def _show_alerts() -> None:
     folder = loading.runs_folder()
     if isinstance(folder, str):
         return
-    on = f"{len(WATCH.rules)} of {len(RULES)}" if WATCH.rules else "off"
+    on = f"{len({rule.name for rule in WATCH.rules})} of {len(RULES)}" if WATCH.rules else "off"
     with st.popover(f"Alerts: {on}", icon=":material/notifications:", key="alerts"):
         with st.form("alert-form", border=False):
             chosen = [_ask_rule(name) for name in RULES]
