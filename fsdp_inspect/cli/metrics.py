@@ -176,7 +176,7 @@ class _Source:
         self._argument = argument
         self._asked = asked
         self._lock = threading.Lock()
-        self._followed: tuple[tuple[int, tuple[int, ...]], Monitor] | None = None
+        self._followed: tuple[tuple[int, ...], Monitor] | None = None
         self._over: str | None = None
         self._diagnosed: tuple[float, Diagnosis] | None = None
 
@@ -213,9 +213,8 @@ class _Source:
         ranks = choose_ranks(run, self._asked)
         if run.status is not RunStatus.RUNNING:
             return monitor_run(run, ranks)
-        attempt = max((record.attempt for record in run.ranks), default=0)
-        if self._followed is None or self._followed[0] != (attempt, ranks):
-            self._followed = (attempt, ranks), Monitor(run.path, attempt, ranks)
+        if self._followed is None or self._followed[0] != ranks:
+            self._followed = ranks, Monitor(ranks)
         return self._followed[1].look(run)
 
 

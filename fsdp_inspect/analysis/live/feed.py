@@ -57,18 +57,11 @@ class LiveStatus:
 
 
 class LiveFeed:
-    """Follows one rank of a run. Several threads can share a feed."""
+    """Follows one rank of a run in its current attempt. Several threads can share a feed."""
 
-    def __init__(self, path: Path | str, attempt: int, rank: int) -> None:
-        """Create a feed; reading starts with `look`.
-
-        Args:
-            path: The run folder, or its URL. At a URL, each look reads the whole tables, which
-                change only with each upload.
-            attempt: The attempt of the job.
-            rank: The rank.
-        """
-        self._folder = None if is_url(path) else rank_folder(Path(path), attempt, rank)
+    def __init__(self, rank: int) -> None:
+        """Create a feed of a rank; reading starts with `look`."""
+        self._attempt = -1
         self._tail: RankTail | None = None
         self._has_end = False
         """Whether the compacted tables have been read."""
@@ -80,7 +73,8 @@ class LiveFeed:
         """Read the new rows, and return the state of the run.
 
         Args:
-            run: The run, opened for this update.
+            run: The run, opened for this update. At a URL, each look reads the whole tables, which
+                change only with each upload.
 
         Raises:
             StoreError: A stream is damaged.
@@ -113,8 +107,11 @@ class LiveFeed:
         )
 
     def _read_new(self, run: StoredRun, own: RankRecord | None) -> NewRows:
-        if self._folder is not None:
-            self._tail = self._tail or RankTail(self._folder, run.origin_of(self._rank))
+        if not is_url(run.path):
+            if self._tail is None or run.attempt != self._attempt:
+                folder = rank_folder(Path(run.path), run.attempt, self._rank)
+                self._tail = RankTail(folder, run.origin_of(self._rank))
+                self._attempt, self._has_end, self._gathered = run.attempt, False, LiveRank()
             new = self._tail.read_new()
             has_ended = own is not None and own.status is not RunStatus.RUNNING
             if self._has_end or not (has_ended and self._tail.is_missing):

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -225,9 +224,9 @@ def _name_methods(methods: Mapping[str, str]) -> dict[str, str]:
 class Monitor:
     """Follows some ranks of a live run. Each update reads only the new rows."""
 
-    def __init__(self, path: Path | str, attempt: int, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         """Create a monitor; reading starts with `look`."""
-        self._feeds = {rank: LiveFeed(path, attempt, rank) for rank in ranks}
+        self._feeds = {rank: LiveFeed(rank) for rank in ranks}
 
     def look(self, run: StoredRun) -> MonitoredRun:
         """Measure the current numbers: the typical step of the last steps.
@@ -286,8 +285,7 @@ class StepRows:
 
     def __init__(self, run: StoredRun) -> None:
         """Follow a run that has at least one rank."""
-        record = min(run.ranks, key=lambda each: each.rank)
-        self._feed = LiveFeed(Path(run.path), record.attempt, record.rank)
+        self._feed = LiveFeed(min(record.rank for record in run.ranks))
         self._last = -1
 
     def read_new(self, run: StoredRun, *, is_last: bool) -> Iterator[StepRow]:

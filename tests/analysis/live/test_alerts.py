@@ -25,7 +25,7 @@ def healthy(tmp_path):
     """The monitored numbers of a run of 20 steps of two ranks."""
     create_run(tmp_path / "run", make_manifest(warmup_steps=0, memory_steps=[]))
     writers = [write_steps(tmp_path / "run", rank, num_steps=20) for rank in (0, 1)]
-    yield Monitor(tmp_path / "run", 0, [0, 1]).look(open_run(tmp_path / "run"))
+    yield Monitor([0, 1]).look(open_run(tmp_path / "run"))
     for writer in writers:
         writer.close(RunStatus.COMPLETE)
 

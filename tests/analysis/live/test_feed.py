@@ -66,7 +66,7 @@ def append_steps(writer, steps, *, begun_ns, are_plain=False):
 
 
 def look(path, feed=None):
-    return (feed or LiveFeed(path, 0, 0)).look(open_run(path))
+    return (feed or LiveFeed(0)).look(open_run(path))
 
 
 def test_a_run_that_moves_says_its_last_step(path):
@@ -121,7 +121,7 @@ def test_a_failure_is_told_in_its_own_words(path):
 
 
 def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
-    writer, feed = write_steps(path, 0), LiveFeed(path, 0, 0)
+    writer, feed = write_steps(path, 0), LiveFeed(0)
     assert look(path, feed).state is LiveState.RUNNING
     writer.close(RunStatus.COMPLETE)
     live = look(path, feed)
@@ -135,7 +135,7 @@ def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
 
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_rows_that_compaction_moved_before_a_look_are_read_once(path, is_followed):
-    writer, feed = write_steps(path, 0, scalar_names=["loss"]), LiveFeed(path, 0, 0)
+    writer, feed = write_steps(path, 0, scalar_names=["loss"]), LiveFeed(0)
     if is_followed:
         look(path, feed)
     append_steps(writer, range(3, 5), begun_ns=0)
@@ -148,6 +148,18 @@ def test_rows_that_compaction_moved_before_a_look_are_read_once(path, is_followe
         assert [one.step_time_ns for one in view.steps] == [STEP_NS] * 5
         assert [(one.name, one.step, one.value) for one in view.scalars] == [("loss", 4, 3.5)]
         assert [one.step for one in view.memory] == [4]
+
+
+def test_a_feed_follows_the_next_attempt_of_a_run(path):
+    feed = LiveFeed(0)
+    first = write_steps(path, 0)
+    look(path, feed)
+    first.close(RunStatus.FAILED, "no memory left")
+    second = write_steps(path, 0, num_steps=7, attempt=create_run(path, make_manifest()))
+    live = look(path, feed)
+    second.close(RunStatus.COMPLETE)
+    assert (live.state, live.view.steps[-1].step) == (LiveState.RUNNING, 6)
+    assert look(path, feed).view.steps == live.view.steps
 
 
 def test_the_present_is_told_on_the_ranks_own_clock(path):

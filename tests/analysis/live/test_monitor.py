@@ -27,7 +27,7 @@ def test_a_run_says_live_what_it_says_when_it_is_over(tmp_path):
     path = tmp_path / "run"
     create_run(path, make_manifest(warmup_steps=0, memory_steps=[]))
     writers = [write_steps(path, rank, num_steps=4) for rank in (0, 1)]
-    live = Monitor(path, 0, [0, 1]).look(open_run(path))
+    live = Monitor([0, 1]).look(open_run(path))
     for writer in writers:
         writer.close(RunStatus.COMPLETE)
     over = monitor_run(open_run(path), [0, 1])
@@ -99,7 +99,7 @@ def test_a_live_run_names_its_last_step_and_the_steps_behind_its_communication(t
     path = tmp_path / "run"
     create_run(path, make_manifest(warmup_steps=0, memory_steps=[]))
     writer = write_steps(path, 0, num_steps=4, num_plain=TYPICAL_STEPS)
-    live = Monitor(path, 0, [0]).look(open_run(path))
+    live = Monitor([0]).look(open_run(path))
     writer.close(RunStatus.COMPLETE)
     over = monitor_run(open_run(path), [0])
 
