@@ -126,8 +126,7 @@ class AlertWatch:
                 is_new = bool(self.since_unix_s) and path not in self._ended
                 is_live = run.status is RunStatus.RUNNING
                 if path not in self._followed and (is_live or is_new) and run.ranks:
-                    attempt = max(record.attempt for record in run.ranks)
-                    monitor = Monitor(path, attempt, choose_ranks(run, None))
+                    monitor = Monitor(choose_ranks(run, None))
                     self._followed[path] = _Followed(monitor, RunAlerts(self.rules))
 
     def _look_at(self, path: Path) -> list[Alert]:

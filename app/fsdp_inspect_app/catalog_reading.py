@@ -49,7 +49,7 @@ _UNUSED_FOR_S = 90 * 86_400.0
 _COLUMNS = (
     *("run", "problem", "status", "source", "training", "num_steps", "step_time_ns", "exposed_ns"),
     *("overlap_ratio", "peak_allocated_bytes", "step_times_ns", "model", "num_parameters"),
-    *("plan", "world_size", "tags"),
+    *("plan", "world_size", "tags", "plain_step_time_ns"),
 )
 
 RunRow = dict[str, Any]

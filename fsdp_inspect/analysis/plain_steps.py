@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.recorder_cost import FEWEST_BLOCKS
+from fsdp_inspect.analysis.step_selection import usual_steps
 from fsdp_inspect.formatting import format_ns
 from fsdp_inspect.statistics import compare_blocks
 from fsdp_inspect.store.reduction.timed_steps import choose_typical
-from fsdp_inspect.trace.run import BLOCK_OF_DETAIL
+from fsdp_inspect.trace.run import BLOCK_OF_DETAIL, RunSource
 
 _LEAST_DIFFERENCE = 0.15
 _LEAST_BESIDE = 0.75
@@ -32,6 +33,20 @@ class OtherPlainSteps:
 
     sentence: str
     are_longer: bool
+    plain_ns: int
+    """The typical time of the plain steps."""
+
+
+def measure_other_plain_steps(run: RunSource) -> OtherPlainSteps | None:
+    """Compare the plain steps of the median rank with its timed steps; None: no clear difference.
+
+    See [Note: plain steps that differ].
+    """
+    usual = usual_steps(run)
+    if usual is None:
+        return None
+    member, is_plain = usual
+    return find_other_plain_steps(member.steps, member.step_time_ns, is_plain)
 
 
 def find_other_plain_steps(
@@ -55,6 +70,7 @@ def find_other_plain_steps(
         f"These figures describe detailed steps of {format_ns(round(was))}, but the {len(plain)} "
         f"plain steps from step {steps[is_plain][0]} on typically take {format_ns(round(now))}.",
         bool(is_longer),
+        round(now),
     )
 
 

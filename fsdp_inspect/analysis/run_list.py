@@ -14,6 +14,7 @@ import numpy as np
 
 from fsdp_inspect.analysis.correctness import check_training
 from fsdp_inspect.analysis.memory.peak import highest_peak_bytes
+from fsdp_inspect.analysis.plain_steps import measure_other_plain_steps
 from fsdp_inspect.analysis.step_times import measure_overlap, measure_step_times
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
 from fsdp_inspect.errors import StoreError
@@ -104,6 +105,8 @@ class RunKeyNumbers:
     """Number of completed steps."""
     step_time_ns: int | None
     """Step time; None without a timed step, like `exposed_ns` and `overlap_ratio`."""
+    plain_step_time_ns: int | None
+    """The typical time of the plain steps, if it differs clearly from the step time."""
     exposed_ns: int | None
     overlap_ratio: float | None
     peak_allocated_bytes: int | None
@@ -120,11 +123,13 @@ def measure_key_numbers(run: RunSource) -> RunKeyNumbers:
         StoreError: A file of the run is damaged.
     """
     times, overlap = measure_step_times(run), measure_overlap(run).run
+    other = measure_other_plain_steps(run)
     return RunKeyNumbers(
         status=run.status.value,
         source=run.manifest.source,
         num_steps=len(times.selection.finished),
         step_time_ns=times.step_time_ns.typical if times.step_time_ns else None,
+        plain_step_time_ns=other.plain_ns if other else None,
         exposed_ns=overlap.exposed_ns if overlap else None,
         overlap_ratio=overlap.overlap_ratio if overlap else None,
         peak_allocated_bytes=highest_peak_bytes(run),

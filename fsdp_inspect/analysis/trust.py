@@ -24,8 +24,8 @@ from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.drift import ChangePoint, LongSteps, measure_drift
 from fsdp_inspect.analysis.memory.growth import find_growth
-from fsdp_inspect.analysis.plain_steps import OtherPlainSteps, find_other_plain_steps
-from fsdp_inspect.analysis.step_selection import inspected_rank, usual_steps
+from fsdp_inspect.analysis.plain_steps import OtherPlainSteps, measure_other_plain_steps
+from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.errors import MissingDataError, StoreError
 from fsdp_inspect.formatting import (
     capitalize,
@@ -462,7 +462,7 @@ def _measure_trust(run: RunSource) -> Trust:
     member = inspected_rank(run)
     is_typical = np.isin(member.steps, member.typical_steps) if member else np.zeros(0, np.bool_)
     times = member.step_time_ns[is_typical].tolist() if member else []
-    growth, usual, drift = find_growth(run), usual_steps(run), measure_drift(run)
+    growth, drift = find_growth(run), measure_drift(run)
     return Trust(
         run_id=manifest.run_id,
         run_delay=find_run_delay(run, _few_ranks(run)),
@@ -472,8 +472,7 @@ def _measure_trust(run: RunSource) -> Trust:
         spread_ratio=half_range_ratio(times),
         num_steps=len(times),
         host_behind_ratio=_measure_host_behind(run),
-        other_plain_steps=usual
-        and find_other_plain_steps(usual[0].steps, usual[0].step_time_ns, usual[1]),
+        other_plain_steps=measure_other_plain_steps(run),
         has_other_order=any(
             run.black_box(rank, at_desync=True) is not None for rank in _few_ranks(run)
         ),

@@ -448,6 +448,7 @@ def _key_numbers(run: RunSource) -> Row:
     return {
         "num_steps": numbers.num_steps,
         "step_time_ns": numbers.step_time_ns,
+        "plain_step_time_ns": numbers.plain_step_time_ns,
         "exposed_ns": numbers.exposed_ns,
         "overlap_ratio": numbers.overlap_ratio,
         "peak_allocated_bytes": numbers.peak_allocated_bytes,

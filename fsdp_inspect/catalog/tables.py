@@ -124,6 +124,13 @@ RUNS = CatalogTable(
             text_column("tags", "The tags of the run."),
             _STEP_TIME,
             value_column(
+                "plain_step_time_ns",
+                MetricUnit.NS,
+                "The typical time of the plain steps, if it differs clearly from the step time, "
+                "which describes the detailed steps; empty: it does not.",
+                label="plain steps",
+            ),
+            value_column(
                 "step_time_median_ns", MetricUnit.NS, "Median over the timed steps.", label="median"
             ),
             value_column(

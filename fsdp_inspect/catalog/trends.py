@@ -36,6 +36,8 @@ METRICS_OF_RUNS = (
     *PARTS,
 )
 """The columns of runs that a trend can show."""
+_OF_ALL_STEPS = ("peak_allocated_bytes", "peak_reserved_bytes", "goodput_ratio", "loss")
+"""Those that do not describe the detailed steps only."""
 MODEL_AND_RANKS = ("model", "world_size")
 _LEAST_MEMORY_CHANGE = 0.01
 _Members = dict[str, list[tuple[str, float, int]]]
@@ -108,6 +110,9 @@ class Trend(TableResult):
     """The change points; none over tags and numbers of ranks, which have no order in time."""
     num_left_out: int
     """Runs without the metric, or without a place on the x axis."""
+    other_plain_runs: tuple[str, ...] = ()
+    """Runs of the points whose plain steps differ clearly from the detailed steps, which the metric
+    describes."""
 
     TABLE: ClassVar[TableSpec] = TableSpec(
         "Points of the trend",
@@ -165,8 +170,12 @@ def measure_trend(
     places = _places(chosen, axis)
     found: dict[str, _Members] = {}
     num_left_out = 0
-    columns = (chosen[name].to_pylist() for name in ("run", metric, "created_unix_ns"))
-    for at, (run, value, created) in enumerate(zip(*columns, strict=True)):
+    other_plain: dict[str, None] = {}
+    columns = (
+        chosen[name].to_pylist()
+        for name in ("run", metric, "created_unix_ns", "plain_step_time_ns")
+    )
+    for at, (run, value, created, plain_ns) in enumerate(zip(*columns, strict=True)):
         if not keep[at]:
             continue
         if value is None or not places[at]:
@@ -174,6 +183,8 @@ def measure_trend(
         for place in places[at] if value is not None else ():
             of_series = found.setdefault(series[at], {})
             of_series.setdefault(place, []).append((run, value, created))
+            if plain_ns is not None and metric not in _OF_ALL_STEPS:
+                other_plain[run] = None
     counts = {name: sum(map(len, members.values())) for name, members in found.items()}
     names = tuple(sorted(counts, key=lambda name: (-counts[name], name)))
     by_series = {name: _points(name, found[name], is_time=axis is TrendAxis.TIME) for name in names}
@@ -189,6 +200,7 @@ def measure_trend(
         points=tuple(point for own in by_series.values() for point in own),
         changes=tuple(_changes(by_series, column.unit, axis)),
         num_left_out=num_left_out,
+        other_plain_runs=tuple(other_plain),
     )
 
 

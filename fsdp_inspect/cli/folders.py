@@ -101,8 +101,8 @@ def query(
     Create the catalog with `fsdp-inspect store index RUNS`. The tables are:
 
     **runs**: run, name, created, status, model, num_parameters, plan, world_size, backend, device,
-    torch, git_commit, tags, step_time_ns, exposed_ns, communication_ns, overlap_ratio,
-    peak_allocated_bytes, peak_reserved_bytes, goodput_ratio, loss, settings, ...
+    torch, git_commit, tags, step_time_ns, plain_step_time_ns, exposed_ns, communication_ns,
+    overlap_ratio, peak_allocated_bytes, peak_reserved_bytes, goodput_ratio, loss, settings, ...
 
     **units**: run, unit, exposed_ns, forward_ns, backward_ns, all_gather_exposed_ns,
     reduce_scatter_exposed_ns, unsharded_bytes, reshard_after_forward, ...

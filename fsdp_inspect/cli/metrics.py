@@ -83,9 +83,9 @@ def metrics(  # noqa: PLR0913 - one argument an option
     """Serve the numbers of a run as OpenMetrics, for Prometheus, until Ctrl-C.
 
     Times are those of the typical step. It is taken from the last 20 steps of a live run, and from
-    all timed steps of a finished run. Each request reads only the new data of a live run. Step
-    time, data loading and memory have the names of torchtitan. The other names begin with fsdp_.
-    docs/gate.md lists them.
+    all timed steps of a finished run. Communication of a live run is that of its last 20 detailed
+    steps. Each request reads only the new data of a live run. Step time, data loading and memory
+    have the names of torchtitan. The other names begin with fsdp_. docs/gate.md lists them.
 
     Example: `fsdp-inspect store metrics runs/demo --port 9464`
     """
@@ -176,7 +176,7 @@ class _Source:
         self._argument = argument
         self._asked = asked
         self._lock = threading.Lock()
-        self._followed: tuple[tuple[int, tuple[int, ...]], Monitor] | None = None
+        self._followed: tuple[tuple[int, ...], Monitor] | None = None
         self._over: str | None = None
         self._diagnosed: tuple[float, Diagnosis] | None = None
 
@@ -213,9 +213,8 @@ class _Source:
         ranks = choose_ranks(run, self._asked)
         if run.status is not RunStatus.RUNNING:
             return monitor_run(run, ranks)
-        attempt = max((record.attempt for record in run.ranks), default=0)
-        if self._followed is None or self._followed[0] != (attempt, ranks):
-            self._followed = (attempt, ranks), Monitor(run.path, attempt, ranks)
+        if self._followed is None or self._followed[0] != ranks:
+            self._followed = ranks, Monitor(ranks)
         return self._followed[1].look(run)
 
 

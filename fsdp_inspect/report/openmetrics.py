@@ -24,6 +24,7 @@ _NS_PER_S = 1e9
 _UNITS = ("seconds", "bytes", "ratio")
 _GIB = float(2**30)
 _PCT = 0.01
+_OF_COLLECTIVES = ("exposed_ns", "communication_ns")
 _SINCE = "As the allocator counts them, since the first sample of the recording."
 
 TORCHTITAN_LOGGED: Mapping[str, tuple[str, float]] = {
@@ -212,13 +213,13 @@ def _of_diagnosis(found: Diagnosis) -> Iterator[Family]:
 
 
 def _of_steps(run: MonitoredRun) -> Iterator[Family]:
-    over = f"Typical step of {run.over}"
     known = [(rank, rank.numbers) for rank in run.ranks if rank.numbers is not None]
 
     def seconds(name: str, help_: str, key: str) -> Family:
+        over = run.detailed if key in _OF_COLLECTIVES else run.over
         return Family(
             name,
-            f"{help_} {over}.",
+            f"{help_} Typical step of {over}.",
             tuple(
                 Sample(_labels(run, rank, rank.step_method), value / _NS_PER_S)
                 for rank, numbers in known
@@ -228,10 +229,11 @@ def _of_steps(run: MonitoredRun) -> Iterator[Family]:
 
     yield Family(
         "fsdp_last_step",
-        "Number of the last timed step that ended, from 0.",
+        "Number of the last step that ended, from 0.",
         tuple(
-            Sample(_labels(run, rank, rank.step_method), numbers.last_step)
-            for rank, numbers in known
+            Sample(_labels(run, rank, rank.step_method), rank.last_step)
+            for rank in run.ranks
+            if rank.last_step is not None
         ),
     )
     yield seconds("time_metrics_end_to_end_seconds", "Time of a step.", "step_time_ns")
@@ -282,7 +284,7 @@ def _of_units(run: MonitoredRun) -> Iterator[Family]:
     for name, help_, key in costs:
         yield Family(
             name,
-            f"{help_} In the typical step of {run.over}.",
+            f"{help_} In the typical step of {run.detailed}.",
             tuple(
                 Sample(
                     {"unit": unit.name, **_labels(run, rank, _method(rank, key))},
@@ -305,7 +307,7 @@ def _logged(run: MonitoredRun) -> Iterator[Family]:
             name,
             f"As the training loop logged {logged}.",
             tuple(
-                Sample(_labels(run, rank, "logged"), rank.scalars[logged] * factor)
+                Sample(_labels(run, rank, "logged"), rank.scalars[logged].value * factor)
                 for rank in run.ranks
                 if logged in rank.scalars
             ),
@@ -314,9 +316,9 @@ def _logged(run: MonitoredRun) -> Iterator[Family]:
         "fsdp_logged",
         "Other numbers that the training loop logged, by name.",
         tuple(
-            Sample({"name": name, **_labels(run, rank, "logged")}, value)
+            Sample({"name": name, **_labels(run, rank, "logged")}, scalar.value)
             for rank in run.ranks
-            for name, value in sorted(rank.scalars.items())
+            for name, scalar in sorted(rank.scalars.items())
             if name not in TORCHTITAN_LOGGED
         ),
     )

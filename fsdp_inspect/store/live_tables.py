@@ -236,9 +236,13 @@ class RankTail:
         self._scalars = StreamTail(folder / SCALARS.live_name, SCALARS, origin=origin)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the rank closed its event stream, or the stream was compacted."""
-        return self._events.is_closed or self._events.is_gone
+    def is_missing(self) -> bool:
+        """Whether there is no stream of events, or a stream that was read has been removed.
+
+        For a rank that has ended, this means that compaction moved rows that no call has read.
+        """
+        tails = (self._events, self._memory, self._devices, self._scalars)
+        return not self._events.has_begun or any(tail.is_gone for tail in tails)
 
     def read_new(self) -> NewRows:
         """Read the rows completed since the last call; raises as `StreamTail.read_new`."""

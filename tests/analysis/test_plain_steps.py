@@ -4,6 +4,7 @@ import pytest
 from fsdp_inspect.analysis.drift import measure_drift
 from fsdp_inspect.analysis.lifetime import measure_lifetime
 from fsdp_inspect.analysis.plain_steps import find_other_plain_steps
+from fsdp_inspect.analysis.run_list import measure_key_numbers
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.analysis.trust import measure_trust
@@ -127,6 +128,12 @@ def test_a_comparison_and_a_gate_state_that_most_steps_are_longer():
         f"step_time_ns cannot be judged. {SENTENCE} Record all steps in detail: "
         "Recorder(overhead=None).",
     )
+
+
+def test_the_key_numbers_state_the_plain_steps_where_they_differ():
+    steady, slower = (measure_key_numbers(run_of(t)) for t in (np.full(STEPS, 100.0), changing()))
+    assert (steady.step_time_ns, steady.plain_step_time_ns) == (100_000_000, None)
+    assert (slower.step_time_ns, slower.plain_step_time_ns) == (100_000_000, 200_000_000)
 
 
 def test_drift_uses_plain_steps_and_their_parts_with_the_waits_in_them():

@@ -142,5 +142,6 @@ def test_a_live_view_shows_the_time_of_plain_steps_and_no_overlap():
     for step in live.view().steps:
         assert (step.exposed_ratio is None) == is_plain(step.step)
         assert step.step_time_ns > 0
-    recent = live.view().recent
-    assert not any(map(is_plain, recent.step[recent.kind == EventKind.STEP].tolist()))
+    recent, detailed = live.view().recent, live.view().detailed
+    assert any(map(is_plain, recent.step[recent.kind == EventKind.STEP].tolist()))
+    assert not any(map(is_plain, detailed.step[detailed.kind == EventKind.STEP].tolist()))

@@ -4,14 +4,18 @@ import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fsdp_inspect_app import catalog_reading
+from fsdp_inspect_app.app_pages.runs.frames import PLAIN_COLUMN
 from fsdp_inspect_app.catalog_reading import RunIndex, index_of
 
 from fsdp_inspect.catalog import index
 from fsdp_inspect.catalog.index import index_runs
 from fsdp_inspect.store.folder import create_run, list_runs
 from fsdp_inspect.trace.run import RunStatus
+from tests import builders
+from tests.analysis.test_plain_steps import STEPS, changing, run_of
 from tests.app.conftest import start_app
 from tests.app.synthetic import make_run, write_run
 from tests.app.test_pages import codes_of, read
@@ -176,6 +180,18 @@ def test_trends_state_that_there_is_no_change(folder):
     shown = start_app(folder, "trends", metric="exposed_ns", axis="time")
     assert not shown.exception
     assert "at least 5 points on each side" in " ".join(each.value for each in shown.caption)
+
+
+def test_runs_and_trends_mark_a_run_whose_plain_steps_take_longer(open_app, tmp_path):
+    for name, times in (("slow", changing()), ("steady", np.full(STEPS, 110.0))):
+        builders.write_run(run_of(times), tmp_path / name)
+    index_runs(tmp_path)
+    app = open_app(tmp_path)
+    assert "Shortest step: 110 ms, of `steady`." in read(app)
+    frame = app.dataframe[0].value.set_index("folder")
+    assert frame.loc[["slow", "steady"], PLAIN_COLUMN].fillna(0).tolist() == [200.0, 0.0]
+    trend = read(open_app(tmp_path, "trends"))
+    assert "Plain steps differ clearly from the detailed steps of this chart: `slow`." in trend
 
 
 def test_the_page_of_runs_says_that_it_reads_and_goes_on(tmp_path, monkeypatch, slow_reading):

@@ -7,7 +7,12 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from fsdp_inspect_app.app_pages.runs.frames import MISTAKE_COLUMN, STEP_TIMES_COLUMN, frame_runs
+from fsdp_inspect_app.app_pages.runs.frames import (
+    MISTAKE_COLUMN,
+    PLAIN_COLUMN,
+    STEP_TIMES_COLUMN,
+    frame_runs,
+)
 from fsdp_inspect_app.app_pages.timeline.frames import frame_spans
 from fsdp_inspect_app.catalog_reading import KnownRuns
 from fsdp_inspect_app.tables import frame_breakdown, frame_of, gb_per_s, mib, ms, to_csv
@@ -110,7 +115,7 @@ def test_missing_numbers_stay_missing():
     assert gb_per_s(None) is None
 
 
-def list_of_runs(count, mistake=None):
+def list_of_runs(count, mistake=None, plain_ns=None):
     """Runs with 40 step times, except the last one, which is not read yet."""
     entries = [result_types.RunEntry(f"run-{n}", Path("/runs"), 1 + n) for n in range(count)]
     rows = {}
@@ -123,6 +128,7 @@ def list_of_runs(count, mistake=None):
             "num_steps": 42,
             "world_size": 2,
             "step_time_ns": 10**7,
+            "plain_step_time_ns": plain_ns,
             "exposed_ns": 10**6,
             "overlap_ratio": 0.5,
             "peak_allocated_bytes": None,
@@ -142,6 +148,11 @@ def test_a_mistake_takes_the_place_of_the_model_in_the_list_of_runs():
     assert wrong[MISTAKE_COLUMN].tolist()[:2] == ["The optimizer updates nothing."] * 2
     assert MISTAKE_COLUMN in wrong.attrs["order"]
     assert "model" not in wrong.attrs["order"]
+
+
+def test_plain_steps_are_a_column_where_they_differ():
+    assert PLAIN_COLUMN not in list_of_runs(3)
+    assert list_of_runs(3, plain_ns=2 * 10**7)[PLAIN_COLUMN].tolist()[:2] == [20.0, 20.0]
 
 
 def test_a_long_list_of_runs_has_shorter_lines_and_the_same_texts():

@@ -96,7 +96,7 @@ def test_what_the_address_names_wrongly_is_as_if_not_named(open_app, recorded):
 
 
 def test_steps_are_drawn_with_their_exposed_part_hatched(recorded):
-    steps = LiveFeed(recorded[0] / "now", 0, 0).look(open_run(recorded[0] / "now")).view.steps
+    steps = LiveFeed(0).look(open_run(recorded[0] / "now")).view.steps
     chart = draw_live_steps(steps)
     exposed, step_time = chart.plots[0]["series"]
     assert step_time["told"] == ["1.00 µs"] * 3

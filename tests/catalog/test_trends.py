@@ -76,6 +76,14 @@ def test_commits_tags_and_ranks_have_one_point_each_with_the_median() -> None:
     assert by[TrendAxis.WORLD_SIZE] == [("8", 4.0), ("16", 1.0)]
 
 
+def test_runs_whose_plain_steps_differ_are_named_beside_times_of_steps() -> None:
+    runs = make_runs(
+        [1000] * 3, plain_step_time_ns=[None, 2000, None], peak_allocated_bytes=[1] * 3
+    )
+    assert measure_trend(runs, "step_time_ns").other_plain_runs == ("run-001",)
+    assert measure_trend(runs, "peak_allocated_bytes").other_plain_runs == ()
+
+
 def test_any_setting_filters_and_splits() -> None:
     runs = make_runs([1, 2, 3, 4])
     trend = measure_trend(runs, "step_time_ns", where={"config.lr": ["0.1"]})

@@ -118,7 +118,7 @@ def test_bytes_that_changed_are_named(path: Path) -> None:
         StreamTail(path, EVENTS).read_new()
 
 
-def test_a_rank_that_ended_and_was_compacted_is_over(tmp_path: Path) -> None:
+def test_a_rank_that_ended_and_was_compacted_has_no_streams(tmp_path: Path) -> None:
     create_run(tmp_path / "run", make_manifest(world_size=1))
     writer = RankWriter(tmp_path / "run", make_record(0, world_size=1))
     tail = RankTail(rank_folder(tmp_path / "run", 0, 0))
@@ -126,11 +126,11 @@ def test_a_rank_that_ended_and_was_compacted_is_over(tmp_path: Path) -> None:
     writer.flush()
     rows = tail.read_new()
     assert (len(rows), len(rows.events)) == (len(ROWS), len(ROWS))
-    assert not tail.is_over
+    assert not tail.is_missing
     writer.close(RunStatus.COMPLETE, compact=False)
     compact_rank(tmp_path / "run", 0, 0)
     assert len(tail.read_new()) == 0
-    assert tail.is_over
+    assert tail.is_missing
 
 
 @pytest.mark.distributed

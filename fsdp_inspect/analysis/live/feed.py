@@ -1,7 +1,8 @@
 """Follow one rank of a live run: the state of the run and the rank's last steps.
 
 The state comes from the run folder (the status of every rank). The steps come from the rows that
-the rank appended since the last update.
+the rank appended since the last update. When a rank ends, compaction moves its last rows before
+they are read here, so the end of its tables is then read once.
 """
 
 import threading
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from fsdp_inspect.analysis.live.view import LiveRank, LiveView
+from fsdp_inspect.analysis.live.view import MAX_STEPS, LiveRank, LiveView
 from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.folder import rank_folder
 from fsdp_inspect.store.live_tables import NewRows, RankTail
 from fsdp_inspect.store.reader import StoredRun
+from fsdp_inspect.trace.codes import EventKind
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 
 
@@ -55,19 +57,14 @@ class LiveStatus:
 
 
 class LiveFeed:
-    """Follows one rank of a run. Several threads can share a feed."""
+    """Follows one rank of a run in its current attempt. Several threads can share a feed."""
 
-    def __init__(self, path: Path | str, attempt: int, rank: int) -> None:
-        """Create a feed; reading starts with `look`.
-
-        Args:
-            path: The run folder, or its URL. At a URL, each look reads the whole tables, which
-                change only with each upload.
-            attempt: The attempt of the job.
-            rank: The rank.
-        """
-        self._folder = None if is_url(path) else rank_folder(Path(path), attempt, rank)
+    def __init__(self, rank: int) -> None:
+        """Create a feed of a rank; reading starts with `look`."""
+        self._attempt = -1
         self._tail: RankTail | None = None
+        self._has_end = False
+        """Whether the compacted tables have been read."""
         self._gathered = LiveRank()
         self._rank = rank
         self._lock = threading.Lock()
@@ -76,7 +73,8 @@ class LiveFeed:
         """Read the new rows, and return the state of the run.
 
         Args:
-            run: The run, opened for this update.
+            run: The run, opened for this update. At a URL, each look reads the whole tables, which
+                change only with each upload.
 
         Raises:
             StoreError: A stream is damaged.
@@ -85,12 +83,10 @@ class LiveFeed:
         records = tuple(run.ranks)
         own = next((record for record in records if record.rank == self._rank), None)
         with self._lock:
-            if self._folder is None:
-                self._gathered = LiveRank()
+            new = self._read_new(run, own)
             if own is not None:
                 self._gathered.memory_from = own.memory_from
                 self._gathered.scalar_names = tuple(own.scalar_names)
-            new = self._read_new(run)
             self._gathered.add(new.events, new.memory, new.devices, new.scalars)
             view = self._gathered.view()
         now_ns = _now_on(own)
@@ -110,12 +106,26 @@ class LiveFeed:
             failure=next((record.failure for record in records if record.failure), None),
         )
 
-    def _read_new(self, run: StoredRun) -> NewRows:
-        if self._folder is not None:
-            self._tail = self._tail or RankTail(self._folder, run.origin_of(self._rank))
-            return self._tail.read_new()
-        rank = self._rank
-        return NewRows(run.events(rank), run.memory(rank), run.devices(rank), run.scalars(rank))
+    def _read_new(self, run: StoredRun, own: RankRecord | None) -> NewRows:
+        if not is_url(run.path):
+            if self._tail is None or run.attempt != self._attempt:
+                folder = rank_folder(Path(run.path), run.attempt, self._rank)
+                self._tail = RankTail(folder, run.origin_of(self._rank))
+                self._attempt, self._has_end, self._gathered = run.attempt, False, LiveRank()
+            new = self._tail.read_new()
+            has_ended = own is not None and own.status is not RunStatus.RUNNING
+            if self._has_end or not (has_ended and self._tail.is_missing):
+                return new
+            self._has_end = True
+        self._gathered = LiveRank()
+        return _read_end(run, self._rank)
+
+
+def _read_end(run: StoredRun, rank: int) -> NewRows:
+    """Read the tables of a rank, with the events of the steps that a view keeps."""
+    steps = run.summary(ranks=[rank], kinds=[EventKind.STEP]).step[-MAX_STEPS:]
+    events = run.events(rank, steps=steps.tolist())
+    return NewRows(events, run.memory(rank), run.devices(rank), run.scalars(rank))
 
 
 def _now_on(record: RankRecord | None) -> int:

@@ -4,18 +4,18 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+
+import numpy as np
 
 from fsdp_inspect.analysis.live.feed import LiveFeed, LiveState, LiveStatus
-from fsdp_inspect.analysis.live.view import TYPICAL_STEPS, LiveStep
+from fsdp_inspect.analysis.live.view import TYPICAL_STEPS, LiveScalar, LiveStep
 from fsdp_inspect.analysis.memory.allocator import measure_allocator
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.analysis.provenance import measure_provenance
 from fsdp_inspect.analysis.step_selection import RankSteps, steps_by_rank, timed_rank, timed_ranks
 from fsdp_inspect.analysis.step_times import ratio_of_overlap
 from fsdp_inspect.analysis.throughput import read_logged
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import format_unit, plural
 from fsdp_inspect.store.reader import StoredRun
 from fsdp_inspect.trace.codes import COLLECTIVES, EventKind, Phase, StepPart
 from fsdp_inspect.trace.run import RunManifest, RunSource, RunStatus, Unit
@@ -24,7 +24,8 @@ from fsdp_inspect.trace.tables import rows_of
 # --- Measure the numbers of a rank that a monitor shows, by unit.
 #
 # They are the numbers of the typical step of the given steps: the timed steps of a completed run,
-# or the last steps of a live run.
+# or the last steps of a live run. Plain steps show no collective, so the communication of a live
+# run is that of its last detailed steps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,11 @@ class UnitNumbers:
 class RankNumbers:
     """The typical step of one rank."""
 
-    last_step: int
     num_steps: int
     """The number of given steps."""
     step_time_ns: int
     exposed_ns: int | None
-    """None, as the next value, if the import shows no collective."""
+    """None, as the next value, if no step shows its collectives."""
     communication_ns: int | None
     data_ns: int
     """The time of waiting for the next batch."""
@@ -56,39 +56,42 @@ class RankNumbers:
 
 
 def measure_rank_numbers(
-    member: RankSteps, units: Sequence[Unit], *, lacks_communication: bool = False
+    member: RankSteps, detailed: RankSteps | None, units: Sequence[Unit]
 ) -> RankNumbers:
     """Measure the typical step of a rank.
 
     Args:
         member: The steps of the rank, at least one.
+        detailed: Its steps whose communication counts; None: no step shows its collectives.
         units: The units of the model.
-        lacks_communication: Whether the run is an import that shows no collective.
     """
-    inspected = member.inspected
+    data_ns = member.inspected.per_step(StepPart.DATA)
+    return RankNumbers(
+        num_steps=len(member.steps),
+        step_time_ns=member.typical(member.step_time_ns),
+        exposed_ns=detailed.typical(detailed.exposed_ns) if detailed else None,
+        communication_ns=detailed.typical(detailed.communication_ns) if detailed else None,
+        data_ns=member.inspected.typical(data_ns),
+        units=_measure_units(detailed.inspected, units) if detailed else (),
+    )
+
+
+def _measure_units(inspected: RankSteps, units: Sequence[Unit]) -> tuple[UnitNumbers, ...]:
     trained = inspected.rows.where(inspected.rows.phase != Phase.EVALUATION)
     collectives = rows_of(trained, kinds=sorted(COLLECTIVES))
     gathers = rows_of(trained, kinds=[EventKind.ALL_GATHER])
     num_units = Counter(unit.fqn for unit in units)
-    return RankNumbers(
-        last_step=int(member.steps[-1]),
-        num_steps=len(member.steps),
-        step_time_ns=member.typical(member.step_time_ns),
-        exposed_ns=None if lacks_communication else member.typical(member.exposed_ns),
-        communication_ns=None if lacks_communication else member.typical(member.communication_ns),
-        data_ns=inspected.typical(inspected.per_step(StepPart.DATA)),
-        units=tuple(
-            UnitNumbers(
-                name=_name(unit, is_unique=num_units[unit.fqn] == 1),
-                exposed_ns=inspected.typical_per_step(
-                    collectives.where(collectives.unit == unit.index), "exposed_ns"
-                ),
-                all_gather_ns=inspected.typical_per_step(
-                    gathers.where(gathers.unit == unit.index), "duration_ns"
-                ),
-            )
-            for unit in (() if lacks_communication else units)
-        ),
+    return tuple(
+        UnitNumbers(
+            name=_name(unit, is_unique=num_units[unit.fqn] == 1),
+            exposed_ns=inspected.typical_per_step(
+                collectives.where(collectives.unit == unit.index), "exposed_ns"
+            ),
+            all_gather_ns=inspected.typical_per_step(
+                gathers.where(gathers.unit == unit.index), "duration_ns"
+            ),
+        )
+        for unit in units
     )
 
 
@@ -112,6 +115,8 @@ class MonitoredRank:
     """The numbers of one rank."""
 
     rank: int
+    last_step: int | None
+    """The last step that ended, also a plain one or a memory step; None before the first one."""
     numbers: RankNumbers | None
     """The rank's numbers; None before its first timed step."""
     allocated_bytes: int | None
@@ -125,8 +130,8 @@ class MonitoredRank:
     num_ooms: int | None
     memory_method: str
     """`cuda_allocator`, `storage_tracker` or `memory_snapshot`; empty if memory is not recorded."""
-    scalars: Mapping[str, float]
-    """The last value of each number that the training loop logged."""
+    scalars: Mapping[str, LiveScalar]
+    """The last value of each number that the training loop logged, by name."""
     step_method: str
     """Method of the step times: `measured`, ..."""
     gather_method: str
@@ -150,6 +155,8 @@ class MonitoredRun:
     state: LiveState
     over: str
     """The steps behind the typical step, as a phrase."""
+    detailed: str
+    """The same for communication and units."""
     ranks: tuple[MonitoredRank, ...]
 
 
@@ -164,21 +171,20 @@ def monitor_run(run: RunSource, ranks: Collection[int]) -> MonitoredRun:
     memory = {row.rank: row for row in measure_memory(run).ranks}
     provenance = measure_provenance(run)
     methods = provenance.methods if provenance else {}
-    measure = partial(
-        measure_rank_numbers,
-        units=run.manifest.units,
-        lacks_communication=timed_ranks(run).lacks_communication,
-    )
+    lacks_communication, units = timed_ranks(run).lacks_communication, run.manifest.units
     monitored = []
     for record in run.ranks:
         if record.rank not in ranks:
             continue
         member, held = timed_rank(run, record.rank), memory.get(record.rank)
+        detailed = None if lacks_communication else member
         use = measure_allocator(run, rank=record.rank)
+        ended = run.summary(ranks=[record.rank], kinds=[EventKind.STEP])
         monitored.append(
             MonitoredRank(
                 rank=record.rank,
-                numbers=measure(member) if member else None,
+                last_step=int(ended.step[-1]) if len(ended) else None,
+                numbers=measure_rank_numbers(member, detailed, units) if member else None,
                 allocated_bytes=held.peak_allocated_bytes if held else None,
                 reserved_bytes=held.peak_reserved_bytes if held else None,
                 reserved_ratio=held.device_ratio if held else None,
@@ -190,13 +196,18 @@ def monitor_run(run: RunSource, ranks: Collection[int]) -> MonitoredRun:
             )
         )
     state = _STATES.get(run.status, LiveState.ENDED)
-    return MonitoredRun(run.manifest, state, "the timed steps of the run", tuple(monitored))
+    over = "the timed steps of the run"
+    return MonitoredRun(run.manifest, state, over, over, tuple(monitored))
 
 
-def _last_logged(run: RunSource, rank: int, names: Sequence[str]) -> dict[str, float]:
+def _last_logged(run: RunSource, rank: int, names: Sequence[str]) -> dict[str, LiveScalar]:
     table = run.scalars(rank)
-    last = dict(zip(table.name.tolist(), table.value.tolist(), strict=True))
-    return {names[index]: value for index, value in last.items() if index < len(names)}
+    columns = (each.tolist() for each in (table.name, table.step, table.value))
+    return {
+        names[index]: LiveScalar(names[index], step, value)
+        for index, step, value in zip(*columns, strict=True)
+        if index < len(names)
+    }
 
 
 def _name_methods(methods: Mapping[str, str]) -> dict[str, str]:
@@ -213,9 +224,9 @@ def _name_methods(methods: Mapping[str, str]) -> dict[str, str]:
 class Monitor:
     """Follows some ranks of a live run. Each update reads only the new rows."""
 
-    def __init__(self, path: Path | str, attempt: int, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         """Create a monitor; reading starts with `look`."""
-        self._feeds = {rank: LiveFeed(path, attempt, rank) for rank in ranks}
+        self._feeds = {rank: LiveFeed(rank) for rank in ranks}
 
     def look(self, run: StoredRun) -> MonitoredRun:
         """Measure the current numbers: the typical step of the last steps.
@@ -227,12 +238,17 @@ class Monitor:
         statuses = [feed.look(run) for feed in self._feeds.values()]
         state = statuses[0].state if statuses else LiveState.STARTING
         ranks = tuple(_measure_live(status, run.manifest) for status in statuses)
-        return MonitoredRun(run.manifest, state, f"the last {TYPICAL_STEPS} steps", ranks)
+        steps = np.unique(statuses[0].view.detailed.step).tolist() if statuses else []
+        detailed = f"the last {plural(len(steps), 'detailed step')}"
+        detailed += f" ({steps[0]} to {steps[-1]})" if len(steps) else ""
+        over = f"the last {TYPICAL_STEPS} steps"
+        return MonitoredRun(run.manifest, state, over, detailed, ranks)
 
 
 def _measure_live(live: LiveStatus, manifest: RunManifest) -> MonitoredRank:
     view = live.view
     member = next(steps_by_rank(view.recent), None)
+    detailed = next(steps_by_rank(view.detailed), None)
     recent = view.memory[-TYPICAL_STEPS:]
     reserved = [one.reserved_bytes for one in recent if one.reserved_bytes is not None]
     highest = max(reserved, default=None)
@@ -240,14 +256,15 @@ def _measure_live(live: LiveStatus, manifest: RunManifest) -> MonitoredRank:
     device = own.device_memory_bytes if own else None
     return MonitoredRank(
         rank=live.rank,
-        numbers=measure_rank_numbers(member, manifest.units) if member else None,
+        last_step=view.steps[-1].step if view.steps else None,
+        numbers=measure_rank_numbers(member, detailed, manifest.units) if member else None,
         allocated_bytes=max((one.allocated_bytes for one in recent), default=None),
         reserved_bytes=highest,
         reserved_ratio=highest / device if highest is not None and device else None,
         num_alloc_retries=view.num_alloc_retries,
         num_ooms=view.num_ooms,
         memory_method=own.memory_from if own else "",
-        scalars={scalar.name: scalar.value for scalar in view.scalars},
+        scalars={scalar.name: scalar for scalar in view.scalars},
         **_name_methods(view.methods),
     )
 
@@ -268,8 +285,7 @@ class StepRows:
 
     def __init__(self, run: StoredRun) -> None:
         """Follow a run that has at least one rank."""
-        record = min(run.ranks, key=lambda each: each.rank)
-        self._feed = LiveFeed(Path(run.path), record.attempt, record.rank)
+        self._feed = LiveFeed(min(record.rank for record in run.ranks))
         self._last = -1
 
     def read_new(self, run: StoredRun, *, is_last: bool) -> Iterator[StepRow]:

@@ -156,8 +156,10 @@ class LiveView:
     """End of the newest event, on the rank's clock."""
     recent: SummaryTable
     """Summary rows of the last `TYPICAL_STEPS` without memory steps."""
+    detailed: SummaryTable
+    """The same of the last `TYPICAL_STEPS` that are also no plain steps."""
     methods: Mapping[str, str]
-    """Methods of the times of the newest step, by group of numbers."""
+    """Methods of the times of the newest step that has them, by group of numbers."""
     num_alloc_retries: int | None
     """Allocation retries since the first sample of the feed; None without an allocator, like
     `num_ooms`."""
@@ -189,7 +191,8 @@ class LiveRank:
         self._devices = DeviceTable.empty()
         self._scalars: dict[int, tuple[int, float]] = {}
         self._last_event_ns: int | None = None
-        self._recent = SummaryTable.empty()
+        self._recent = self._detailed = SummaryTable.empty()
+        self._methods: dict[str, str] = {}
         self._counts: dict[str, tuple[int, int]] = {}
         """First and last reading of each counter of the allocator."""
 
@@ -230,7 +233,8 @@ class LiveRank:
             ),
             last_event_ns=self._last_event_ns,
             recent=self._recent,
-            methods=name_methods(self._events),
+            detailed=self._detailed,
+            methods=dict(self._methods),
             num_alloc_retries=self._risen("num_alloc_retries"),
             num_ooms=self._risen("num_ooms"),
         )
@@ -242,6 +246,7 @@ class LiveRank:
             events.step > newest - MAX_STEPS
         )  # the first update can add thousands
         self._events = EventTable.concat([self._events, events])
+        self._methods |= name_methods(self._events)
         finished = np.unique(self._events.step[self._events.kind == EventKind.STEP])
         if len(finished) == 0:
             return
@@ -250,7 +255,8 @@ class LiveRank:
         rows = reduce_rank(self._events, rank=0)
         for step in _measure_steps(rows, end_of):
             self._steps[step.step] = step
-        self._recent = _join_recent(self._recent, rows)
+        self._recent = _join_recent(self._recent, rows, StepFlag.MEMORY_STEP)
+        self._detailed = _join_recent(self._detailed, rows, StepFlag.MEMORY_STEP | StepFlag.PLAIN)
         oldest_kept = int(finished[-min(_KEPT_STEPS, len(finished))])
         self._events = self._events.where(self._events.step >= oldest_kept)
         _forget_oldest(self._steps)
@@ -284,14 +290,13 @@ def _forget_oldest(kept: dict[int, LiveStep] | dict[int, LiveMemory]) -> None:
         del kept[step]
 
 
-def _join_recent(before: SummaryTable, rows: SummaryTable) -> SummaryTable:
-    """Return the rows of the last timed steps. Newly reduced rows replace older ones."""
+def _join_recent(before: SummaryTable, rows: SummaryTable, flags: int) -> SummaryTable:
+    """Return the rows of the last steps without these flags. Newly reduced rows replace others."""
     is_step = rows.kind == EventKind.STEP
-    left_out = is_step & ((rows.flags & (StepFlag.MEMORY_STEP | StepFlag.PLAIN)) != 0)
-    slowed = rows.step[left_out]
+    left_out = rows.step[is_step & ((rows.flags & flags) != 0)]
     kept = [
         before.where(~np.isin(before.step, rows.step)),
-        rows.where(~np.isin(rows.step, slowed)),
+        rows.where(~np.isin(rows.step, left_out)),
     ]
     joined = SummaryTable.concat(kept)
     return joined.where(np.isin(joined.step, np.unique(joined.step)[-TYPICAL_STEPS:]))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -9,6 +10,7 @@ from fsdp_inspect.alert_rules import RULES, AlertRule
 from fsdp_inspect.analysis.live.alerts import RunAlerts
 from fsdp_inspect.analysis.live.feed import LiveState
 from fsdp_inspect.analysis.live.monitor import Monitor
+from fsdp_inspect.analysis.live.view import LiveScalar
 from fsdp_inspect.store.folder import create_run
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.run import RunStatus
@@ -23,7 +25,7 @@ def healthy(tmp_path):
     """The monitored numbers of a run of 20 steps of two ranks."""
     create_run(tmp_path / "run", make_manifest(warmup_steps=0, memory_steps=[]))
     writers = [write_steps(tmp_path / "run", rank, num_steps=20) for rank in (0, 1)]
-    yield Monitor(tmp_path / "run", 0, [0, 1]).look(open_run(tmp_path / "run"))
+    yield Monitor([0, 1]).look(open_run(tmp_path / "run"))
     for writer in writers:
         writer.close(RunStatus.COMPLETE)
 
@@ -62,11 +64,13 @@ def test_a_run_that_dies_after_a_stall_raises_a_second_alert(healthy):
     assert "stopped without reporting an error" in found[1][0].sentence
 
 
-def test_a_loss_that_is_not_finite_is_named(healthy):
+def test_a_loss_that_is_not_finite_is_named_with_its_step(healthy):
     alerts = RunAlerts(ALL)
-    assert alerts.look(changed(healthy, scalars={"loss": 2.5})) == []
-    (alert,) = alerts.look(changed(healthy, scalars={"loss": math.nan}))
+    good, bad = (LiveScalar("loss", 12, value) for value in (2.5, math.nan))
+    assert alerts.look(changed(healthy, scalars={"loss": good})) == []
+    (alert,) = alerts.look(changed(healthy, scalars={"loss": bad}))
     assert (alert.rule, alert.sentence) == ("nan", "The logged loss is nan on rank 0.")
+    assert alert.text == f"{healthy.manifest.run_id}, step 12: {alert.sentence}"
 
 
 @pytest.mark.parametrize(("ratio", "count"), [(0.95, 0), (0.96, 1)])
@@ -83,6 +87,16 @@ def test_longer_steps_are_compared_with_the_fastest_of_the_run(healthy):
     assert alerts.look(slowed(healthy, 1.19)) == []
     (alert,) = alerts.look(slowed(healthy, 1.25))
     assert "25% more than the fastest one of the run" in alert.sentence
+
+
+def test_each_limit_of_a_rule_raises_its_alert_once(healthy):
+    names = ["slow=20%", "slow=80%", "memory=80%", "memory=95%"]
+    alerts = RunAlerts([AlertRule.parse(name) for name in names])
+    limits = []
+    for factor in (1, 1.3, 1.5, 1.9, 2.5):
+        run = slowed(changed(healthy, reserved_ratio=factor / 2), factor)
+        limits.append([re.findall(r"\d+%", each.sentence)[-1] for each in alerts.look(run)])
+    assert limits == [[], ["20%"], [], ["80%", "80%"], ["95%"]]
 
 
 @pytest.mark.parametrize("text", ["stall", "nan", "memory=90%", "slow=12.5%"])

@@ -18,7 +18,14 @@ from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.codes import EventFlag, EventKind
 from fsdp_inspect.trace.run import RunStatus
 from fsdp_inspect.trace.tables import EventTable
-from tests.store.run_files import STEP_NS, event_row, make_manifest, make_record
+from tests.store.run_files import (
+    STEP_NS,
+    event_row,
+    make_manifest,
+    make_record,
+    memory_row,
+    scalar_row,
+)
 
 ROWS_PER_STEP = 4
 CLOCK_NS = 5 * 10**9
@@ -59,7 +66,7 @@ def append_steps(writer, steps, *, begun_ns, are_plain=False):
 
 
 def look(path, feed=None):
-    return (feed or LiveFeed(path, 0, 0)).look(open_run(path))
+    return (feed or LiveFeed(0)).look(open_run(path))
 
 
 def test_a_run_that_moves_says_its_last_step(path):
@@ -110,11 +117,11 @@ def test_a_failure_is_told_in_its_own_words(path):
     live = look(path)
     assert live.state is LiveState.FAILED
     assert headline_live(live) == "Rank 0 failed."
-    assert describe_live(live) == "no memory left."
+    assert describe_live(live) == "no memory left. The last step was 2."
 
 
 def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
-    writer, feed = write_steps(path, 0), LiveFeed(path, 0, 0)
+    writer, feed = write_steps(path, 0), LiveFeed(0)
     assert look(path, feed).state is LiveState.RUNNING
     writer.close(RunStatus.COMPLETE)
     live = look(path, feed)
@@ -124,6 +131,35 @@ def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
         "The run has ended.",
         "The last step was 2.",
     )
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_rows_that_compaction_moved_before_a_look_are_read_once(path, is_followed):
+    writer, feed = write_steps(path, 0, scalar_names=["loss"]), LiveFeed(0)
+    if is_followed:
+        look(path, feed)
+    append_steps(writer, range(3, 5), begun_ns=0)
+    writer.scalars.append(scalar_row(4))
+    writer.memory.append(memory_row(4))
+    writer.close(RunStatus.COMPLETE)
+    for _ in range(2):
+        view = look(path, feed).view
+        assert [one.step for one in view.steps] == [0, 1, 2, 3, 4]
+        assert [one.step_time_ns for one in view.steps] == [STEP_NS] * 5
+        assert [(one.name, one.step, one.value) for one in view.scalars] == [("loss", 4, 3.5)]
+        assert [one.step for one in view.memory] == [4]
+
+
+def test_a_feed_follows_the_next_attempt_of_a_run(path):
+    feed = LiveFeed(0)
+    first = write_steps(path, 0)
+    look(path, feed)
+    first.close(RunStatus.FAILED, "no memory left")
+    second = write_steps(path, 0, num_steps=7, attempt=create_run(path, make_manifest()))
+    live = look(path, feed)
+    second.close(RunStatus.COMPLETE)
+    assert (live.state, live.view.steps[-1].step) == (LiveState.RUNNING, 6)
+    assert look(path, feed).view.steps == live.view.steps
 
 
 def test_the_present_is_told_on_the_ranks_own_clock(path):

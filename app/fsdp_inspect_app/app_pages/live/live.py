@@ -261,7 +261,7 @@ def _show_alerts() -> None:
     folder = loading.runs_folder()
     if isinstance(folder, str):
         return
-    on = f"{len(WATCH.rules)} of {len(RULES)}" if WATCH.rules else "off"
+    on = f"{len({rule.name for rule in WATCH.rules})} of {len(RULES)}" if WATCH.rules else "off"
     with st.popover(f"Alerts: {on}", icon=":material/notifications:", key="alerts"):
         with st.form("alert-form", border=False):
             chosen = [_ask_rule(name) for name in RULES]
@@ -396,12 +396,12 @@ def look_at(entry: RunEntry, *, rank: int) -> LiveStatus:
         OSError: A file of the run cannot be read.
     """
     run = loading.open_stored(entry)
-    return _feed(str(entry.path), run.attempt, rank).look(run)
+    return _feed(str(entry.path), rank).look(run)
 
 
 @st.cache_resource(max_entries=_MOST_FEEDS, show_spinner=False)
-def _feed(path: str, attempt: int, rank: int) -> LiveFeed:
-    return LiveFeed(path, attempt, rank)
+def _feed(path: str, rank: int) -> LiveFeed:
+    return LiveFeed(rank)
 
 
 chosen = chosen_entry()

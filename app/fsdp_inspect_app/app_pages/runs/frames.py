@@ -18,7 +18,7 @@ from fsdp_inspect_app.wording import READING, UNREADABLE
 
 NAME_COLUMN, FOLDER_COLUMN = "run", "folder"
 BASELINE_MARK, PIN_MARK, STAR_MARK = "baseline", "pinned", "starred"
-MISTAKE_COLUMN = "mistake"
+MISTAKE_COLUMN, PLAIN_COLUMN = "mistake", "plain steps (ms)"
 _BASELINE_SUFFIX = "vs baseline (%)"
 STEP_TIMES_COLUMN, DATE_COLUMN = "step times", "recorded (UTC)"
 _LONG_LIST = 1_000
@@ -38,6 +38,7 @@ _COMPARED = {
 }
 _DEFINITIONS = {
     "step time (ms)": "Typical step of the median rank; measured, unless the source says otherwise",
+    PLAIN_COLUMN: "Typical plain step, where it differs clearly; other times are of detailed steps",
     "exposed (ms)": "Exposed communication of the typical step of the median rank",
     "peak (MiB)": "Allocated memory, of the rank with the highest peak",
     f"step time {_BASELINE_SUFFIX}": "Changes below 10% may be process noise; Compare tests them",
@@ -80,7 +81,7 @@ def frame_runs(
     # Use the columns of a known run, also if the first rows are unknown runs.
     columns: list[str] = max((list(row) for row in rows), key=len, default=[])
     frame = pd.DataFrame(rows, columns=columns)
-    rare = ("mark", "note", MISTAKE_COLUMN)
+    rare = ("mark", "note", MISTAKE_COLUMN, PLAIN_COLUMN)
     unused = [name for name in rare if not frame.get(name, pd.Series()).any()]
     frame = frame.drop(columns=unused, errors="ignore")
     if len(frame) > _LONG_LIST:
@@ -117,6 +118,7 @@ def _run_row(entry: RunEntry, found: KnownRuns, reference: RunRow | None) -> dic
         "status": row["status"],
         MISTAKE_COLUMN: row["training"] or "",
         "step time (ms)": ms(row["step_time_ns"]),
+        PLAIN_COLUMN: ms(row["plain_step_time_ns"]),
         "exposed (ms)": ms(row["exposed_ns"]),
         "peak (MiB)": mib(row["peak_allocated_bytes"]),
         **changes,

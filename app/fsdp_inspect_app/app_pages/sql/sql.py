@@ -24,7 +24,8 @@ from fsdp_inspect_app.tables import frame_of
 from fsdp_inspect_app.wording import plain
 
 _FIRST = (
-    "SELECT run, step_time_ns, exposed_ns, peak_allocated_bytes FROM runs\nORDER BY step_time_ns"
+    "SELECT run, step_time_ns, plain_step_time_ns, exposed_ns, peak_allocated_bytes FROM runs\n"
+    "ORDER BY step_time_ns"
 )
 _TIMEOUT_S = 20.0
 _MEMORY_BYTES = 1 << 30

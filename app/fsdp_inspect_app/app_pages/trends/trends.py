@@ -14,7 +14,7 @@ from fsdp_inspect.catalog.trends import (
     measure_trend,
 )
 from fsdp_inspect.columns import format_value
-from fsdp_inspect.formatting import plural
+from fsdp_inspect.formatting import listed, plural
 from fsdp_inspect_app.app_pages.trends.charts import MOST_SERIES, draw_trend
 from fsdp_inspect_app.cards import show_card, show_chart_card, show_headline, show_note, show_text
 from fsdp_inspect_app.catalog_reading import KnownCatalog, open_page, show_reading
@@ -29,7 +29,7 @@ _AXES = {
     TrendAxis.WORLD_SIZE: "world size",
 }
 _TOGETHER = "model and ranks"
-_MOST_CHANGES = 20
+_MOST_CHANGES, _MOST_NAMED = 20, 3
 
 
 def show_page() -> None:
@@ -114,7 +114,18 @@ def _show_chart(trend: Trend) -> None:
         "commit, tag or world size are medians over their runs. Dotted: change points."
         + hidden
         + left_out,
+        below=_note_plain(trend),
     )
+
+
+def _note_plain(trend: Trend) -> str:
+    """Name the runs whose values do not describe most of their steps; empty: none."""
+    runs = trend.other_plain_runs
+    if not runs:
+        return ""
+    named = listed([code(run) for run in runs], _MOST_NAMED)
+    words = plain("Plain steps differ clearly from the detailed steps of this chart: ")
+    return f"{words}{named}\\."
 
 
 def _frame(trend: Trend) -> pd.DataFrame:
