@@ -214,18 +214,22 @@ class _Finding:
         faulty = [each for each in self.units if each.fault is not None]
         if not faulty:
             return None
-        first = faulty[0]
+        # A sum in all units is right if a global total divides the loss; in some, it is not.
+        asked = {each.unit: self._asked_factor(each) for each in faulty}
+        is_sum = len(faulty) == len(self.units) and set(asked.values()) == {1.0}
+        first = next((each for each in faulty if asked[each.unit] is None), faulty[0])
+        status = StepStatus.UNKNOWN if is_sum else StepStatus.DIFFERENT
+        location = "" if asked[first.unit] is None else self.sharded[0].divided_at
         factor = first.factor if first.fault is StepFault.SCALED else None
-        status, location = StepStatus.DIFFERENT, ""
-        if factor is not None:
-            unit = next((u for u in self.sharded[0].units if u.name == first.unit), None)
-            if unit is not None and unit.divide_factor is not None:
-                explained = unit.num_ranks / unit.divide_factor
-                if _is_near(factor, explained):
-                    location = self.sharded[0].divided_at
-                    if unit.divide_factor == 1:
-                        status = StepStatus.UNKNOWN  # right if a global total divides the loss
         return status, first.fault, first.unit, (), location, factor
+
+    def _asked_factor(self, judged: UnitGradients) -> float | None:
+        """The script's divide factor of a unit, if it explains the scale of its gradient."""
+        unit = next((each for each in self.sharded[0].units if each.name == judged.unit), None)
+        if judged.fault is not StepFault.SCALED or unit is None or unit.divide_factor is None:
+            return None
+        is_explained = _is_near(judged.factor or 0.0, unit.num_ranks / unit.divide_factor)
+        return unit.divide_factor if is_explained else None
 
     def _judge_factors(self) -> _Judgement:
         dump = self.sharded[0]

@@ -31,7 +31,7 @@ _NEXT = {
         "place at the last backward of a step."
     ),
     StepFault.NOT_REDUCED: (
-        "Check that their process group has all ranks. Give parameters of no unit to the sharder, "
+        "Check that the process group has all ranks. Let a unit hold parameters outside all units, "
         "or reduce their gradients in the script. Check ignored_params, no_sync, custom "
         "reduce-scatters and set_requires_all_reduce(False)."
     ),
@@ -70,7 +70,7 @@ def render_equivalence(found: Equivalence) -> RenderableType:
 
 def describe_equivalence(found: Equivalence) -> str:
     """The result in one sentence."""
-    where = "no unit" if found.unit is None else format_unit(found.unit)
+    where = "parameters outside all units" if found.unit is None else format_unit(found.unit)
     ranks = format_ranks(found.ranks)
     sentences = {
         StepFault.OTHER_INPUTS: f"Cannot tell: {ranks} got different batches in the two runs.",
@@ -112,7 +112,7 @@ def describe_evidence(found: Equivalence) -> list[str]:
     if found.units and not faulty:
         worst = max(found.units, key=lambda each: each.error_ratio)
         lines.append(
-            f"The gradients of all {plural(len(found.units), 'unit')} agree within rounding. "
+            f"The gradients of {plural(len(found.units), 'unit')} agree within rounding. "
             f"Largest error: {worst.error_ratio:.1e} of the norm, tolerance "
             f"{worst.tolerance_ratio:.1e}."
         )

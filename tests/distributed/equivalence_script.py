@@ -71,9 +71,9 @@ def shard(model: Model) -> None:
         part.set_force_sum_reduction_for_comms(True)  # gloo supports no other division
     if FAULT == "divisor":
         model.layers[1].set_gradient_divide_factor(3.0 * dist.get_world_size())
-    if FAULT == "sum":
-        for part in [*model.layers, model]:
-            part.set_gradient_divide_factor(1.0)
+    sums = {"sum": [*model.layers, model], "sum-of-one": [model.layers[1]]}
+    for part in sums.get(FAULT, []):
+        part.set_gradient_divide_factor(1.0)
     if FAULT == "dtype":
         for parameter in model.layers[1].parameters():
             parameter.register_post_accumulate_grad_hook(round_gradient)

@@ -58,6 +58,7 @@ FAULTS = {
     "own": (StepFault.NOT_REDUCED, "layers.1"),
     "missing": (StepFault.MISSING_GRADIENT, "layers.2"),
     "ignored": (StepFault.NOT_REDUCED, None),
+    "sum-of-one": (StepFault.SCALED, "layers.1"),
     "dtype": (StepFault.LOST_PRECISION, "layers.1"),
     "dtype bf16": (StepFault.LOST_PRECISION, "layers.1"),
     "dtype-later": (StepFault.LOST_PRECISION, "layers.0"),
