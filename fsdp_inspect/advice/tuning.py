@@ -126,6 +126,9 @@ def _judge(trial: Trial, baselines: Sequence[RunSource]) -> TunedPlan:
         ruling = verification.ruling
         outcome = verification.outcome() if ruling is not Ruling.NOT_COMPARABLE else None
     high = verification.measured_change_high if verification else None
+    is_judged = ruling is not Ruling.NOT_COMPARABLE and not (
+        verification is not None and verification.has_other_cause
+    )
     return TunedPlan(
         number=trial.number,
         what=trial.prediction.what,
@@ -135,7 +138,7 @@ def _judge(trial: Trial, baselines: Sequence[RunSource]) -> TunedPlan:
         verification=verification,
         outcome=outcome,
         failure=trial.failure,
-        is_faster=ruling is not Ruling.NOT_COMPARABLE and high is not None and high < 0,
+        is_faster=is_judged and high is not None and high < 0,
     )
 
 
@@ -184,6 +187,12 @@ def _answer(plans: Sequence[TunedPlan], best: TunedPlan | None) -> str:
     if not measured:
         return "No plan ran to completion, so no result is known."
     first = min(measured, key=_change)
+    if _change(first) < 0 and first.verification and first.verification.has_other_cause:
+        return (
+            f"Cannot tell whether a plan is faster. The fastest measured plan is plan "
+            f"{first.number}, {_saving(first)} a step, but something else may have changed the "
+            "times. Tune again on a quiet machine."
+        )
     return (
         f"No plan is significantly faster than the baseline. The fastest measured plan is plan "
         f"{first.number}, {_saving(first)} a step. To detect smaller changes, use --repeats "
@@ -194,7 +203,7 @@ def _answer(plans: Sequence[TunedPlan], best: TunedPlan | None) -> str:
 _HOW = {
     Ruling.HELD: "held",
     Ruling.DID_NOT_HOLD: "did not hold",
-    Ruling.CANNOT_BE_TOLD: "is not significant",
+    Ruling.CANNOT_BE_TOLD: "is neither confirmed nor refuted",
 }
 
 

@@ -72,13 +72,8 @@ def describe_period(found: BucketSimulation) -> str:
 
 def answer_buckets(found: BucketSimulation) -> str:
     """State the change of the predicted step time from the recorded buckets."""
-    answer = _answer(found.change, found.settings.what)
-    if abs(found.change) < _NO_CHANGE or not found.gain_low_ns < 0 < found.gain_high_ns:
-        return answer
-    return (
-        f"Cannot tell whether steps get shorter: these {found.settings.what} save up to "
-        f"{format_ns(found.gain_high_ns)} a step, or add up to {format_ns(-found.gain_low_ns)}."
-    )
+    what = found.settings.what
+    return _answer(found.change, what, found, f"these {what} save", "add")
 
 
 def describe_buckets(found: BucketSimulation) -> Iterable[str]:
@@ -127,12 +122,20 @@ def answer_simulation(simulation: Simulation) -> str:
     change = simulation.change_of_all
     if change is None:  # a kind of step is unknown; the reasons say which
         change = simulation.change
-    return _answer(change, "plan")
+    return _answer(change, "plan", simulation, "this plan saves", "adds")
 
 
-def _answer(change: float, what: str) -> str:
+def _answer(
+    change: float, what: str, found: Simulation | BucketSimulation, saves: str, adds: str
+) -> str:
     if abs(change) < _NO_CHANGE:
         return f"Predicted step time: as with the recorded {what}."
+    if found.gain_low_ns < 0 < found.gain_high_ns:
+        return (
+            f"Cannot tell whether steps get shorter: {saves} up to "
+            f"{format_ns(found.gain_high_ns)} a step, or {adds} up to "
+            f"{format_ns(-found.gain_low_ns)}."
+        )
     word = "shorter" if change < 0 else "longer"
     return f"Predicted: steps {format_ratio(abs(change))} {word} than with the recorded {what}."
 

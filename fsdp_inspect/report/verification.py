@@ -86,11 +86,15 @@ def _quantities(verification: Verification) -> Table:
             format_metric(each.name, each.measured),
             format_error(each.error),
         )
-        is_untold = each.ruling is Ruling.CANNOT_BE_TOLD and verification.has_other_cause
-        said = "cannot tell" if is_untold else RULINGS[each.ruling] if each.ruling else ""
+        said = _name_ruling(each.ruling, verification) if each.ruling else ""
         interval = _interval(each.name, each.predicted)
         table.add_row(f"  {said}", "measured", interval, _range(each), "", style="dim")
     return table
+
+
+def _name_ruling(ruling: Ruling, verification: Verification | None) -> str:
+    has_other = verification is not None and verification.has_other_cause
+    return "cannot tell" if has_other and ruling is Ruling.CANNOT_BE_TOLD else RULINGS[ruling]
 
 
 def _interval(name: str, estimate: Estimate | None) -> str:
@@ -185,7 +189,7 @@ def _table(plans: Sequence[TunedPlan]) -> Table:
             format_error(plan.verification.step_error if plan.verification else None),
             format_bytes(peak.measured if peak else None),
             format_error(peak.error if peak else None),
-            RULINGS[plan.ruling] if plan.ruling else "not run",
+            _name_ruling(plan.ruling, plan.verification) if plan.ruling else "not run",
         )
     return table
 
@@ -195,7 +199,9 @@ def _plans(plans: Sequence[TunedPlan]) -> Iterator[str]:
         yield f"{plan.number}. {plan.what}  [{plan.plan_file}]"
         if plan.failure is not None:
             yield f"   Failed: {plan.failure}."
-        if plan.verification is not None and plan.ruling in _EXPLAINED:
+        if plan.verification is not None and (
+            plan.ruling in _EXPLAINED or plan.verification.has_other_cause
+        ):
             yield f"   {plan.verification.answer}"
 
 

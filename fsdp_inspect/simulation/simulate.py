@@ -175,6 +175,10 @@ class Simulation(Result):
     """The interval of the step time of a run of the plan. See [Note: the interval]."""
     change: float
     """predicted / replayed - 1. Both are simulated, so the error of the self-check cancels."""
+    gain_low_ns: int
+    """The least gain: replayed - predicted, with its errors; negative: the plan may cost time."""
+    gain_high_ns: int
+    """The largest gain."""
     assumptions: tuple[str, ...]
     caveats: tuple[str, ...]
     """Reasons to doubt the prediction, one sentence each; every surface shows them with it."""
@@ -310,6 +314,8 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         exposed_ns=predicted.exposed_ns,
         is_regrouped=work.has_other_units(scenario.units),
     )
+    gains = [replayed.step_time_ns - each for each in (predicted.step_time_ns, *ends)]
+    margin = trust.gain_margin_ns(gains[0], replayed.step_time_ns)
     return Simulation(
         run_id=manifest.run_id,
         rank=work.rank,
@@ -324,6 +330,8 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         low_ns=low_ns,
         high_ns=high_ns,
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
+        gain_low_ns=round(min(gains) - margin),
+        gain_high_ns=min(round(max(gains) + margin), replayed.step_time_ns),
         assumptions=(
             *scenario.assumptions,
             *unknown_latencies(network),

@@ -48,6 +48,11 @@ def test_the_plan_that_ran_is_the_plan_that_was_predicted(tuned):
 @pytest.mark.distributed
 def test_the_best_plan_is_written_and_measured_to_be_faster(tuned):
     best = tuned.result["best"]
+    if best is None:  # on a busy machine, the times do not show the plan
+        [only] = tuned.result["plans"]
+        assert only["verification"]["has_other_cause"]
+        assert tuned.result["answer"].startswith("Cannot tell whether a plan is faster.")
+        return
     assert best["is_faster"]
     assert Plan.load(tuned.result["best_plan_file"]) == Plan.load(best["plan_file"])
 

@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_inspect.advice.tuning import TunedPlan, Tuning, measure_tuning
+from fsdp_inspect.advice.tuning import Trial, TunedPlan, Tuning, measure_tuning
 from fsdp_inspect.report.verification import render_tuning
 from fsdp_inspect.simulation.predictions.records import Ruling
-from tests.prediction_records import prediction
+from tests.prediction_records import prediction, prediction_from, run_of
 from tests.report.terminal_text import text_of
 
 
@@ -50,3 +50,18 @@ def test_a_plan_that_failed_says_why_and_one_that_has_not_run_says_so(tuning):
 def test_the_table_fits_80_columns(tuning):
     lines = text_of(render_tuning(tuning, [])).splitlines()
     assert max(map(len, lines)) <= 80
+
+
+def test_a_plan_is_not_the_best_one_if_the_machine_may_have_changed_the_times():
+    """Compute takes 91 ms in the baseline and 60 ms in the plan, which changes a prefetch only."""
+    before, after = (
+        run_of("before", compute=91, waiting=30),
+        run_of("after", compute=60, waiting=10),
+    )
+    trial = Trial(1, prediction_from(before), "plan-1.toml", (after,), None)
+    tuning = measure_tuning([trial], [before], [], memory_limit=None, is_whole=True)
+    assert tuning.best is None
+    assert tuning.answer.startswith("Cannot tell whether a plan is faster. The fastest measured")
+    text = " ".join(text_of(render_tuning(tuning, [])).split())
+    assert "Cannot tell: predicted" in text
+    assert "cannot tell" in text
