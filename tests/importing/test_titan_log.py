@@ -90,6 +90,14 @@ def test_communication_that_a_log_cannot_show_is_unknown_and_not_0(tmp_path: Pat
     for metric in ("own_work_ns", "exposed_ns"):
         assert np.isnan(measure_rank_grid(open_run(run).source, metric=metric).values).all()
     assert "Unequal work" not in invoke("show", run, "ranks").out
+    budget = tmp_path / "budget.toml"
+    budget.write_text('[limits]\nexposed_ns = "10ms"\n')
+    checked = invoke("check", run, "--budget", budget)
+    assert checked.code == 2
+    assert "exposed_ns cannot be judged: the run shows no communication." in " ".join(
+        checked.out.split()
+    )
+    assert invoke("check", run, "--baseline", tmp_path / "base.json", "--update").code == 0
     out = tmp_path / "run.prom"
     assert invoke("export", run, "openmetrics", "--out", out).code == 0
     assert "time_metrics_end_to_end_seconds" in out.read_text()

@@ -523,8 +523,12 @@ def _judge_time(
     text = limit.text if limit else "within noise"
     allowed = limit.allowed(before) if limit else None
     if after is None or ((limit is None or limit.absolute is None) and before is None):
-        what = "run" if after is None else "baseline"
-        reason = f"{name} cannot be judged: the {what} has no timed steps. Record timed steps."
+        of_baseline = baseline.times if baseline else {}
+        what, times = ("run", reading.times) if after is None else ("baseline", of_baseline)
+        lacks = "timed steps. Record timed steps."
+        if times.get("step_time_ns"):
+            lacks = "communication. Record the training with fsdp_inspect.Recorder."
+        reason = f"{name} cannot be judged: the {what} shows no {lacks}"
         return MetricCheck(name, CheckOutcome.UNTOLD, before, after, allowed, text, reason)
     if limit is not None and limit.absolute is not None:
         outcome, reason = _judge_absolute(name, second, after, limit.absolute)

@@ -181,7 +181,8 @@ def _measure_times(run: RunSource) -> _Timing:
 
 
 def _times_of(metric: str, timings: Sequence[_Timing]) -> list[int]:
-    return [getattr(timing.middle, metric) for timing in timings if timing.middle is not None]
+    found = (getattr(timing.middle, metric) for timing in timings if timing.middle is not None)
+    return [each for each in found if each is not None]  # None: an import without collectives
 
 
 def _parts_of(timings: Sequence[_Timing]) -> dict[str, int]:
