@@ -28,6 +28,7 @@ from fsdp_inspect.recording.torch_api.autograd import (
     versions_of,
 )
 from fsdp_inspect.recording.torch_api.dispatch import storage_key
+from fsdp_inspect.recording.torch_api.optimizers import steps_around
 from fsdp_inspect.recording.training_checks import TrainingChecks
 from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.codes import EventKind, Phase
@@ -63,10 +64,8 @@ class LoopHooks:
         """The storage and the versions of each gradient after the last backward."""
         self._backward_depth = 0
         self._optimizer_start: Any = None
-        self._updating: list[Any] = []
-        """The optimizers whose `step` runs, the outermost first. See [Note: nested updates]."""
-        self._inner: Any = None
-        """The last optimizer that another one stepped within its own step."""
+        self._has_inner = False
+        """Whether the update steps other optimizers. See [Note: nested updates]."""
         self._stepped_in_backward: torch.optim.Optimizer | None = None
         self._joined: Any = None
         """The end of the last backward, before any update has begun: the recorder may be attached
@@ -106,7 +105,6 @@ class LoopHooks:
 
         def before(*args: Any, **kwargs: Any) -> Any:
             self._backward_depth += 1
-            self._updating.clear()
             passing = not session.active or self._backward_depth > 1
             if not (passing or session.loss_dtype):
                 session.loss_dtype = _dtype_of(_start_of(args, kwargs))
@@ -193,20 +191,24 @@ class LoopHooks:
         for handle in handles:
             patches.on_undo(handle.remove)
 
-    # [Note: nested updates] torch calls the hooks around each `step` method. They run twice for one
-    # update if a subclass calls the `step` of its parent, and for two optimizers if one steps the
-    # other. The update is the outermost step. An exception leaves entries in `_updating`, so each
-    # backward empties it; in a closure of an optimizer, its step is then the outermost again.
+    # [Note: nested updates] The update is the outermost step (`torch_api.optimizers`): it is timed,
+    # and ends. An optimizer that another one steps is checked, but not the outer one. A step of the
+    # same optimizer within its own is a part of it.
+
+    def _steps_around(self) -> list[Any]:
+        """The hooked optimizers whose step encloses the current one."""
+        if self._session.in_backward:  # one optimizer for each parameter: too many to look at
+            return []
+        named = self._optimizers
+        around = steps_around()
+        return [each for each in around if named is None or any(each is one for one in named)]
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         session = self._session
         if not session.active:
             return
-        is_outermost = not self._updating
-        is_again = any(each is optimizer for each in self._updating)
-        if not session.in_outer_optimizer:
-            self._updating.append(optimizer)
-        if is_again:
+        around = [] if session.in_outer_optimizer else self._steps_around()
+        if any(each is optimizer for each in around):
             return
         self._has_updated = True
         if self._before_update is not None:
@@ -219,8 +221,8 @@ class LoopHooks:
                 session.checks.before_update(optimizer)
             if session.numerics is not None:
                 session.numerics.before_update(optimizer)
-            if is_outermost:
-                self._inner, self._optimizer_start = None, session.clock.mark()
+            if not around:
+                self._has_inner, self._optimizer_start = False, session.clock.mark()
         except Exception as error:
             session.fail(error)
 
@@ -231,35 +233,27 @@ class LoopHooks:
             return
         if not self._has_updated and not session.in_backward:
             self._has_updated, self._optimizer_start = True, self._joined
-        if not session.active or self._optimizer_start is None or self._is_inner_part(optimizer):
+        if not session.active or self._optimizer_start is None:
+            return
+        around = self._steps_around()
+        if any(each is optimizer for each in around):
             return
         try:
-            if not self._updating:
-                session.add(
-                    EventKind.OPTIMIZER,
-                    self._optimizer_start,
-                    session.clock.mark(),
-                    phase=Phase.OPTIMIZER,
-                )
-                self._optimizer_start = None
-            if self._inner is None or self._updating:
+            if not around:
+                start, self._optimizer_start = self._optimizer_start, None
+                end = session.clock.mark()
+                session.add(EventKind.OPTIMIZER, start, end, phase=Phase.OPTIMIZER)
+            if around or not self._has_inner:
                 self._check_update(optimizer)
-            if self._updating:
-                self._inner = optimizer
+            if around:
+                self._has_inner = True
                 return
             session.phase = Phase.BACKWARD if session.in_backward else Phase.OUTSIDE
-            updated = optimizer if self._inner is None else self._inner
             if session.in_backward:
-                self._stepped_in_backward = updated
-            self._on_optimizer_step(updated)
+                self._stepped_in_backward = optimizer
+            self._on_optimizer_step(optimizer)
         except Exception as error:
             session.fail(error)
-
-    def _is_inner_part(self, optimizer: Any) -> bool:
-        """Note that a step has ended; whether it is a part of a step of the same optimizer."""
-        if self._updating:
-            self._updating.pop()
-        return any(each is optimizer for each in self._updating)
 
     def _check_update(self, optimizer: Any) -> None:
         session = self._session

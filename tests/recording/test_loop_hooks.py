@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -61,7 +63,17 @@ class Broken(torch.optim.AdamW):
         return super().step(closure)
 
 
-def updates_recorded(*optimizers: torch.optim.Optimizer) -> tuple[list[int], int]:
+class Careful(Both):
+    """Steps a part that may fail, and goes on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with contextlib.suppress(ValueError):
+            self.parts[0].step()
+
+
+def updates_recorded(
+    *optimizers: torch.optim.Optimizer, with_backward: bool = True
+) -> tuple[list[int], int]:
     """The duration of each recorded update, ns, and the number of ends of updates."""
     rows: list[tuple[int, ...]] = []
     ended = list[torch.optim.Optimizer]()
@@ -71,7 +83,8 @@ def updates_recorded(*optimizers: torch.optim.Optimizer) -> tuple[list[int], int
     try:
         for optimizer in optimizers:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            torch.autograd.backward(sum((each * each).sum() for each in parameters))
+            if with_backward:
+                torch.autograd.backward(sum((each * each).sum() for each in parameters))
             with contextlib.suppress(ValueError):
                 optimizer.step()
     finally:
@@ -92,11 +105,36 @@ def test_an_update_is_the_outermost_step(kind: Any) -> None:
     assert durations[0] >= 2 * SLEEP_S * 1e9
 
 
-def test_an_update_that_failed_does_not_hide_the_next_one() -> None:
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_an_update_that_failed_does_not_hide_the_next_one(with_backward: bool) -> None:
+    """Without a backward, a script sets gradients by hand."""
     torch.optim.AdamW(parameters())
     optimizer = Broken(parameters())
-    durations, num_ended = updates_recorded(optimizer, optimizer)
+    durations, num_ended = updates_recorded(optimizer, optimizer, with_backward=with_backward)
     assert num_ended == len(durations) == 1
+
+
+def test_a_part_that_fails_ends_no_update_of_its_own() -> None:
+    optimizer = Careful(parameters())
+    optimizer.parts[0] = Broken(parameters())
+    durations, num_ended = updates_recorded(optimizer, optimizer, optimizer)
+    assert num_ended == len(durations) == 3
+
+
+def test_an_optimizer_is_not_kept_alive() -> None:
+    optimizer = Broken(parameters())
+    patches, session = Patches(), Session(HostClock(), lambda row: None, ProcessGroups())
+    LoopHooks(session, None, lambda optimizer: None).attach(patches)
+    try:
+        for each in (optimizer, both := Both(parameters())):
+            with contextlib.suppress(ValueError):
+                each.step()
+        seen = [weakref.ref(each) for each in (optimizer, both, *both.parts)]
+        del optimizer, both, each
+        gc.collect()
+        assert [each() for each in seen] == [None] * 4
+    finally:
+        patches.undo()
 
 
 def test_a_closure_that_runs_the_backward_ends_one_update() -> None:
