@@ -229,11 +229,15 @@ def _measure_waits(run: RunSource) -> Exposed | None:
 
 
 def _find_rare_work(run: RunSource) -> RareWork | None:
-    """The steps in which one rank works much longer; None: none, chance, or too many ranks."""
+    """The steps in which one rank works much longer and others wait.
+
+    None: there are none, they may be chance, or the run has too many ranks.
+    """
     if len(run.ranks) > _MOST_READ_RANKS:
         return None
     found = find_rare_work(timed_ranks(run))
-    return found if found is not None and found.chance <= MAX_CHANCE else None
+    is_cost = found is not None and found.others_wait and found.chance <= MAX_CHANCE
+    return found if is_cost else None
 
 
 def _measure_lifetime(run: RunSource) -> Lifetime | None:

@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fsdp_inspect.comparison.increases import NO_UNIT, Increase, abbreviate_units
 from fsdp_inspect.comparison.settings import compare_settings, decides_shape
@@ -86,8 +87,8 @@ class _Cause:
     """The largest possible increase of these categories together; None: unknown."""
     most_of: Callable[[Increase], float] | None = None
     """The largest possible increase of one category of one unit; None: unknown."""
-    ratio_of: Callable[[Increase], float] | None = None
-    """The ratio by which one category of one unit grew at each moment; None: unknown."""
+    added_of: Callable[[Increase], float] | None = None
+    """The bytes that the setting added to a category of one unit, at any moment; None: unknown."""
 
 
 def find_causes(  # noqa: PLR0913 - the two sides, and what of them exceeds its limit
@@ -172,11 +173,10 @@ def _explaining(
     # See [Note: moved peak].
     limited = [(cause, taken) for cause, taken in kept if cause.most_bytes is not None]
     for cause in causes:
-        if cause.ratio_of is not None:
-            rows = [one for one in growth if one.category in cause.raises]
-            grown = sum(one.after * (1 - 1 / cause.ratio_of(one)) for one in rows)
-            if grown >= _LEAST_SHARE * moved_by:
-                limited.append((cause, round(grown)))
+        if cause.added_of is not None:
+            added = sum(cause.added_of(one) for one in growth if one.category in cause.raises)
+            if added >= _LEAST_SHARE * moved_by:
+                limited.append((cause, round(added)))
     enough = sum(taken for _, taken in limited) >= EXPLAINED_RATIO * moved_by
     return [cause for cause, _ in limited] if enough else []
 
@@ -420,16 +420,14 @@ def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterat
             yield _Cause(_describe_other_optimizer(str(old), str(new)), raises, ("optimizer",))
         elif difference.group == "model" and name == "num_parameters":
             ratios = _ratios_of_parameters(before, after)
-            was_outside = before.num_outside_units
-            outside = after.num_outside_units - was_outside
-            of_outside = after.num_outside_units / was_outside if was_outside else math.inf
+            outside = after.num_outside_units - before.num_outside_units
             whole = f", {outside:,} more of them outside all units" if outside > 0 else ""
             yield _Cause(
                 f"the model has {new:,} parameters instead of {old:,}{whole}",
                 _RAISED_BY_MODEL[name],
                 _ANY_PART,
                 most_of=_as_parameters(before, after, ratios) if ratios else None,
-                ratio_of=_ratio_at_a_moment(ratios, of_outside if outside > 0 else 1.0),
+                added_of=partial(_added_parameters, ratios=ratios, outside=outside),
             )
         elif (
             difference.group == "model" and name in _RAISED_BY_MODEL and _can_raise(name, old, new)
@@ -461,12 +459,12 @@ def _inputs(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
             (*_COMPUTED, "input"),
             (*_COMPUTE, "data", "host_bound"),
             most_of=_growing_by(ratio if is_batch else ratio**2),
-            ratio_of=_always(ratio) if is_batch else None,
+            added_of=_added_batch(ratio) if is_batch else None,
         )
 
 
-def _always(ratio: float) -> Callable[[Increase], float]:
-    return lambda _: ratio
+def _added_batch(ratio: float) -> Callable[[Increase], float]:
+    return lambda one: one.after * (1 - 1 / ratio)
 
 
 def _growing_by(ratio: float) -> Callable[[Increase], float]:
@@ -501,15 +499,17 @@ def _ratios_of_parameters(before: RunManifest, after: RunManifest) -> dict[str, 
     return {name: number / was[name] if was.get(name) else math.inf for name, number in now.items()}
 
 
-def _ratio_at_a_moment(
-    ratios: Mapping[str, float], of_outside: float
-) -> Callable[[Increase], float]:
-    """The ratio of memory now and before; what no unit computes does not follow parameters."""
+def _added_parameters(one: Increase, *, ratios: Mapping[str, float], outside: int) -> float:
+    """The bytes that more parameters added; what no unit computes does not follow them."""
+    if NO_UNIT not in one.units:
+        return one.after * (1 - 1 / _ratio_of_units(one, ratios, 1.0))
+    is_copy = outside > 0 and one.category not in _COMPUTED
+    return min(one.after, _bytes_outside(one, outside)) if is_copy else 0.0
 
-    def ratio_of(one: Increase) -> float:
-        return _ratio_of_units(one, ratios, 1.0 if one.category in _COMPUTED else of_outside)
 
-    return ratio_of
+def _bytes_outside(one: Increase, outside: int) -> int:
+    """The most that parameters outside all units hold: float32, and up to two states."""
+    return outside * ITEMSIZE["float32"] * (2 if one.category == "optimizer_state" else 1)
 
 
 def _as_parameters(
@@ -529,12 +529,11 @@ def _as_parameters(
         for unit in after.units
     }
 
-    outside = max(after.num_outside_units - before.num_outside_units, 0) * ITEMSIZE["float32"]
+    outside = max(after.num_outside_units - before.num_outside_units, 0)
 
     def most_of(one: Increase) -> float:
         if outside and NO_UNIT in one.units and one.category not in _COMPUTED:
-            of_units = sum(came.get(name, 0) for name in one.units)
-            return (outside + of_units) * (2 if one.category == "optimizer_state" else 1)
+            return _bytes_outside(one, outside) + 2 * sum(came.get(name, 0) for name in one.units)
         if one.category in _COMPUTED:
             return most(one) * _COMPUTED_PER_PARAMETER
         if one.category in (*_UNSHARDED, *_REDUCED):

@@ -394,7 +394,7 @@ _NEXT_FOR_PROCESS: Mapping[ProcessState | None, str] = {
     "its kernel log (`dmesg`).",
     ProcessState.RUNS: _NATIVE_STACK,
     ProcessState.SLEEPS: _NATIVE_STACK,
-    None: f"Look whether the process still runs: `ps -o pid,stat,wchan`. {_NATIVE_STACK}",
+    None: f"Look whether the process still runs: `ps -o pid,stat,wchan -p PID`. {_NATIVE_STACK}",
 }
 
 

@@ -86,7 +86,8 @@ def _quantities(verification: Verification) -> Table:
             format_metric(each.name, each.measured),
             format_error(each.error),
         )
-        said = _name_ruling(each.ruling, verification) if each.ruling else ""
+        is_time = each.name.endswith("_ns")
+        said = _name_ruling(each.ruling, verification if is_time else None) if each.ruling else ""
         interval = _interval(each.name, each.predicted)
         table.add_row(f"  {said}", "measured", interval, _range(each), "", style="dim")
     return table

@@ -337,9 +337,12 @@ def _assume_latency(name: str, line: CostLine, bounds: LineBounds) -> str:
     if line.missing:
         why = f"{why} {line.missing}"
         remedy = "Probe the network again while the machines are idle."
+    is_floored = bounds.least_latency.latency_ns > 0 and not (line.fit and line.fit.is_constant)
+    slowest = format_bytes_per_s(_SLOWEST_BYTES_PER_S)
+    floor = f" The lower end assumes a network of at least {slowest}." if is_floored else ""
     return (
         f"The latency of {name} is unknown, {between}. {why} The prediction uses the middle of "
-        f"this range, and its interval covers both ends. {remedy}"
+        f"this range, and its interval covers both ends.{floor} {remedy}"
     )
 
 

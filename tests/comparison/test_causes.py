@@ -284,3 +284,5 @@ def test_parameters_outside_all_units_are_a_cause_of_their_own_bytes(moved_by: i
     )
     larger = (Increase("sharded_parameter", ("(no unit)",), 0, 9000),)
     assert causes(small, large, larger) == []
+    states = (Increase("optimizer_state", ("(no unit)",), 0, 1_000_000),)
+    assert find_causes(small, large, states, of_memory=True, moved_by=1_000_000) == ()

@@ -134,6 +134,23 @@ def test_the_verdict_and_the_advice_name_a_rank_that_works_longer_in_some_steps(
     assert [each.sentence.partition(" works")[0] for each in found] == ["Rank 0"]
 
 
+def test_longer_work_for_which_nobody_waits_is_no_limit():
+    """The ranks exchange something in two of 21 steps only, as in local SGD."""
+    builder = RunBuilder(("layers.0",), world_size=2)
+    for number in range(2):
+        rank, at = builder.rank(number), 0
+        for step in range(21):
+            end = at + (200 if number == 0 and step % 3 == 0 else 100)
+            rank.step(step, at, end)
+            rank.forward("layers.0", at, end)
+            if step in (10, 20):
+                rank.all_gather("layers.0", at, at + 10, need=at)
+            at = end
+    run = builder.build()
+    assert measure_ranks(run).rare_work.rank == 0
+    assert measure_summary(run).verdict.numbers["rare_work_ns"] is None
+
+
 def test_the_rank_with_the_longest_work_changes_only_where_it_does():
     stalls = [(220, 100) if step == 3 else (100, 101 + step % 3) for step in range(20)]
     stalls[12] = (100, 220)

@@ -82,6 +82,9 @@ def test_a_message_that_no_network_is_too_slow_for_shows_latency():
     assert line.bounds is not None
     assert [each.latency_ns for each in line.bounds] == [9.76 * MS, 10 * MS]
     assert line.at(Pace.CAUTIOUS).duration_ns(40_000, FACTOR) == 12.16 * MS
+    [stated] = unknown_latencies(network_of((4000, 10 * MS)))
+    assert "The lower end assumes a network of at least 12.5 MB/s." in stated
+    assert "assumes" not in unknown_latencies(network_of((4 * MB, 10 * MS)))[0]
 
 
 def test_long_messages_among_short_ones_of_one_size_may_be_latency():

@@ -6,8 +6,8 @@
   the whole gradient is one number. A note: one rank logs a loss, which is its own in every step,
   and the losses of other ranks differ.
 - Refuted by: a name with "local" or "rank". A norm that one rank logs cannot be compared.
-- A note: each of the last third of at least 30 losses is higher than the first one by 20%. Harder
-  data, an adversary or reinforcement learning look the same.
+- A note: each of the last third of at least 30 losses is higher than the first one by 20%. A sum
+  over steps, harder data, an adversary or reinforcement learning look the same.
 """
 
 import math
@@ -83,7 +83,8 @@ def _ends_higher(observed: Observed) -> Iterator[TrainingFault]:
         f"It is {first:.4g} in step {loss.steps[0]}, and {min(last):.4g} to {max(last):.4g} in the "
         f"last {len(last)} of {len(loss.values)} logged steps.",
         "Lower the learning rate, or let it rise more slowly at the start. If this loss need not "
-        "fall, as with harder data, an adversary or reinforcement learning, ignore this.",
+        "fall, as a sum over steps, with harder data, an adversary or reinforcement learning, "
+        "ignore this.",
         is_note=True,
     )
 

@@ -626,13 +626,35 @@ def find_rare_work(timed: TimedRanks) -> RareWork | None:
     if found is None:
         return None
     own = next(member for member in timed.members if member.rank == found.rank)
-    is_rare = np.isin(own.steps, found.steps)
-    extra = {}
-    for part in OWN_PARTS:
-        times = own.per_step(part)
-        extra[part.label] = float(np.median(times[is_rare]) - np.median(times[~is_rare]))
+    others = [member for member in timed.members if member.rank != found.rank]
+    extra = {
+        part.label: _median_change(own.per_step(part), np.isin(own.steps, found.steps))
+        for part in OWN_PARTS
+    }
     longest = max(extra, key=lambda part: extra[part])
-    return replace(found, part=longest if 2 * extra[longest] >= found.extra_ns else None)
+    waits = [_longer_wait(each, found.steps) for each in others]
+    return replace(
+        found,
+        part=longest if 2 * extra[longest] >= found.extra_ns else None,
+        others_wait=2 * float(np.median(waits)) >= found.extra_ns,
+    )
+
+
+def _median_change(times: NDArray[np.int64], is_rare: NDArray[np.bool_]) -> float:
+    """The median over some steps - that over the others; 0 if one of them is empty."""
+    if is_rare.all() or not is_rare.any():
+        return 0.0
+    return float(np.median(times[is_rare]) - np.median(times[~is_rare]))
+
+
+def _longer_wait(member: RankSteps, steps: Sequence[int]) -> float:
+    """How much longer a rank waits in some steps, or in the step after each (median).
+
+    Work after the last collective of a step is waited for at the first one of the next step.
+    """
+    is_one, waits = np.isin(member.steps, steps), member.exposed_ns
+    following = np.append(waits[1:], 0)
+    return _median_change(np.where(is_one, np.maximum(waits, following), waits), is_one)
 
 
 def find_late_ranks(run: RunSource, ranks: Sequence[RankOverlap]) -> Straggler | SlowGroup | None:

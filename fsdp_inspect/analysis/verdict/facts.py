@@ -165,6 +165,8 @@ class RareWork:
     num_ranks: int
     part: str | None = None
     """The part of the step, a `StepPart`, with most of the extra work; None: no part has half."""
+    others_wait: bool = False
+    """Whether the other ranks wait longer in these steps, by at least half of the extra work."""
 
     @property
     def sentence(self) -> str:
