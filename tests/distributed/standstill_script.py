@@ -1,7 +1,8 @@
-"""Rank 1 sleeps for some seconds in step 3; the training then continues."""
+"""Rank 1 waits in step 3 until the hang was explained; the training then continues."""
 
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,8 +10,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_inspect import Recorder
+from fsdp_inspect.recording.black_box_keeper import EXPLAINED_FILE
 
-SLEEP_S = 12.0
+LONGEST_S = 90.0
+
+
+def wait_for_explanation(folder: str) -> None:
+    end = time.monotonic() + LONGEST_S
+    while time.monotonic() < end and not list(Path(folder).rglob(EXPLAINED_FILE)):
+        time.sleep(1.0)
+    time.sleep(1.0)
 
 
 def main(folder: str) -> None:
@@ -23,7 +32,7 @@ def main(folder: str) -> None:
         for step in range(8):
             with recorder.step():
                 if (step, dist.get_rank()) == (3, 1):
-                    time.sleep(SLEEP_S)
+                    wait_for_explanation(folder)
                 model(torch.randn(4, 32)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
