@@ -188,22 +188,24 @@ def describe_shortfall(plan: CapacityPlan) -> Iterable[str]:
     shortfall = plan.shortfall
     if shortfall is None:
         return
+    which = "this plan" if plan.is_fixed else "a plan"
     if shortfall.host_bytes is not None:
+        offloaded = which if plan.is_fixed else "a plan with offload"
         yield (
-            f"With {format_bytes(shortfall.host_bytes)} of host memory, a plan with offload fits "
+            f"With {format_bytes(shortfall.host_bytes)} of host memory, {offloaded} fits "
             f"the {format_bytes(plan.memory_bytes)} of a device."
         )
     if shortfall.memory_bytes is None:
-        yield "No memory of a device makes a plan fit: the memory of a host is too small."
+        yield f"No memory of a device makes {which} fit: the memory of a host is too small."
     else:
         yield (
-            f"On {plan.gpus} GPUs{_with_host(plan)} a plan fits with "
+            f"On {plan.gpus} GPUs{_with_host(plan)} {which} fits with "
             f"{format_bytes(shortfall.memory_bytes)} of device memory."
         )
     if shortfall.gpus is not None:
-        yield f"With this memory, a plan fits on {shortfall.gpus} GPUs."
+        yield f"With this memory, {which} fits on {shortfall.gpus} GPUs."
     else:
-        yield "With this memory, no larger number of GPUs was found on which a plan fits."
+        yield f"With this memory, no larger number of GPUs was found on which {which} fits."
     if shortfall.change is not None:
         yield (
             f"The smallest change that fits: {describe_candidate(shortfall.change)}. A device "

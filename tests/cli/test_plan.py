@@ -204,6 +204,8 @@ def test_a_given_plan_that_does_not_fit_shows_its_values_and_what_the_loss_costs
     assert words.startswith("Does not fit: A device needs at least")
     assert "The loss is computed with float32 copies of all logits" in words
     assert "--set loss=linear" in words
+    assert "On 8 GPUs this plan fits with" in words
+    assert "no larger number of GPUs was found on which this plan fits" in words
     assert "tokens/s" in words
 
 

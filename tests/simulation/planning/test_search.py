@@ -113,6 +113,36 @@ def test_a_plan_that_cannot_fit_states_the_smallest_memory_and_gpus():
     assert make_capacity_plan(job, roomier, "h200-ib400").found.best is not None
 
 
+def evaluate(given, gpus, budget_gib):
+    job = make_job("llama-8b", num_layers=3, gpus=gpus, seq_len=4096)
+    machine = make_machine("h100-ib400", memory_bytes=round(budget_gib * GIB))
+    return make_capacity_plan(job, machine, "h100-ib400", [given])
+
+
+@pytest.mark.parametrize(
+    ("given", "budget_gib", "gpus"),
+    [
+        pytest.param(Candidate(), 22, 32, id="more shards"),
+        pytest.param(Candidate(batch_size=8), 20, None, id="activations"),
+        pytest.param(Candidate(is_sharded=False, replicas=8), 20, None, id="not sharded"),
+    ],
+)
+def test_the_missing_memory_and_gpus_of_a_given_plan_are_those_of_this_plan(
+    given, budget_gib, gpus
+):
+    found = evaluate(given, 8, budget_gib)
+
+    assert found.shortfall is not None
+    assert found.shortfall.memory_bytes is not None
+    roomier = found.shortfall.memory_bytes / GIB
+    assert evaluate(given, 8, roomier + 0.01).found.best is not None
+    assert evaluate(given, 8, roomier - 0.01).found.best is None
+    assert found.shortfall.gpus == gpus
+    if gpus is not None:
+        assert evaluate(given, gpus, budget_gib).found.best is not None
+        assert evaluate(given, gpus // 2, budget_gib).found.best is None
+
+
 def test_every_value_is_inside_its_interval_and_has_an_assumption():
     job = make_job("llama-8b", num_layers=3)
     prediction = predict(job, make_machine("h100-nvlink"), Candidate(offload=True))
