@@ -488,7 +488,7 @@ def make_capacity_plan(
         memory_bytes=machine.memory_bytes,
         host_memory_bytes=machine.host_bytes,
         found=found,
-        shortfall=None if found.best else _find_shortfall(job, machine, found.given),
+        shortfall=None if found.best else _find_shortfall(job, machine, listed, found.given),
         notes=(),
         plan=plan_of(job, best) if isinstance(best, Candidate) else None,
         job=job,
@@ -518,8 +518,11 @@ def _check_kernels(candidate: Candidate, gpu: Gpu) -> None:
 
 
 _SMALLER: tuple[Mapping[str, Any], ...] = (
+    {"checkpointing": "selective"},
+    {"checkpointing": "full"},
     {"loss": "linear"},
     {"loss": "linear", "checkpointing": "full"},
+    {"checkpointing": "full", "batch_size": 1},
     {"loss": "linear", "checkpointing": "full", "batch_size": 1},
     {"loss": "linear", "checkpointing": "full", "batch_size": 1, "optimizer": "adamw_8bit"},
     {"loss": "linear", "checkpointing": "full", "batch_size": 1, "adapter_rank": 16},
@@ -530,23 +533,32 @@ _SMALLER: tuple[Mapping[str, Any], ...] = (
 
 
 def _find_change(
-    job: Job, machine: PlannedMachine, given: Candidate | None
+    job: Job, machine: PlannedMachine, compared: Sequence[Candidate]
 ) -> tuple[Candidate | None, float]:
-    """The smallest change of a plan that fits, with its memory; offload, which is slow, last."""
+    """The smallest change of a plan that fits, with its memory; offload, which is slow, last.
+
+    Of several compared plans, none of which fits, those with the least memory are changed.
+    """
     layouts = sorted(_least(job), key=lambda each: (each.offload, each.tensor_parallel))
-    for base in layouts if given is None else [given]:
-        for changes in _SMALLER:
-            changed = replace(base, **changes)
+    excluded = frozenset(compared)
+    for base in compared if len(compared) == 1 else layouts:
+        for changed in (replace(base, **changes) for changes in _SMALLER):
+            if changed in excluded:
+                continue
             memory = predict_memory(job, machine, changed)
-            if changed != base and memory.verdict is FitVerdict.FITS:
+            if memory.verdict is FitVerdict.FITS:
                 return changed, memory.device.high
     return None, 0.0
 
 
-def _find_shortfall(job: Job, machine: PlannedMachine, given: PlanPrediction | None) -> Shortfall:
-    """What lets the given plan fit; None: what lets any plan fit."""
-    evaluated = None if given is None else given.candidate
-    assert not isinstance(evaluated, BuilderCandidate)
+def _find_shortfall(
+    job: Job,
+    machine: PlannedMachine,
+    compared: Sequence[Candidate],
+    given: PlanPrediction | None,
+) -> Shortfall:
+    """What lets the given plan fit, the only compared one; None: what lets any plan fit."""
+    evaluated = None if given is None else compared[0]
     gpus: int | None = None
     size = job.gpus * 2
     while size <= MOST_GPUS and gpus is None and machine.has_network:
@@ -566,7 +578,7 @@ def _find_shortfall(job: Job, machine: PlannedMachine, given: PlanPrediction | N
         min(devices, default=None),
         gpus,
         min(hosts, default=None),
-        *_find_change(job, machine, evaluated),
+        *_find_change(job, machine, compared),
     )
 
 
