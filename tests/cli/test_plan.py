@@ -12,6 +12,7 @@ import yaml
 
 from fsdp_inspect import Plan
 from fsdp_inspect.cli import forecast_maker as forecaster
+from fsdp_inspect.simulation.planning import search
 from instrumented_trainer.command_line import check_settings, read_file
 from tests.cases import mark_slow
 from tests.forked_process import ForkedProcess
@@ -64,6 +65,15 @@ def test_the_written_files_are_read_by_their_readers(written):
         *("compute_environment", "mixed_precision", "distributed_type"),
     }
     assert accelerate["fsdp_config"]["fsdp_version"] == 2
+
+
+def test_an_existing_folder_is_refused_before_the_search(invoke, tmp_path, monkeypatch):
+    (tmp_path / "earlier.toml").touch()
+    monkeypatch.setattr(search, "make_capacity_plan", None)
+    done = invoke("plan", *SMALL, "--out", tmp_path)
+
+    assert done.code == 2
+    assert "already exists: it is a folder" in " ".join(done.err.split())
 
 
 def test_the_text_fits_80_columns_and_states_its_assumptions(invoke):
