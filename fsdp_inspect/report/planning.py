@@ -29,6 +29,7 @@ from fsdp_inspect.simulation.planning.transformer import HF_NAMES
 
 MOST_REJECTIONS = 8
 VALUE_HEADS = ("", "value", "low", "high", "<source")
+FOUND_TITLE = "Best plan and runners-up"
 FOUND_HEADS = ("plan", "tokens/s", "days", "device memory")
 REJECTION_HEADS = ("reason", "plans", "<closest plan", "device memory")
 """Heads of the tables; "<" aligns a column to the left, as in `new_table`."""
@@ -148,7 +149,7 @@ def render_plan(plan: CapacityPlan) -> Iterator[RenderableType]:
     if plan.found.undecided is not None and not plan.is_fixed:
         yield from section("Cannot tell", *map(indented, describe_undecided(plan)))
     if plan.found.runners_up:
-        yield from section("Runners-up", table_of(FOUND_HEADS, found_rows(plan)))
+        yield from section(FOUND_TITLE, table_of(FOUND_HEADS, found_rows(plan)))
     if not plan.is_fixed:
         yield from section("Rejected", table_of(REJECTION_HEADS, rejection_rows(plan)))
     if plan.shown is not None:

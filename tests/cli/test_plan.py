@@ -81,7 +81,12 @@ def test_the_text_fits_80_columns_and_states_its_assumptions(invoke):
     assert done.code == 0
     assert max(map(len, done.out.splitlines())) <= 80
     assert done.out.startswith("Fits: ")
-    for words in ("Runners-up", "Rejected", "80% interval", "Nothing here is measured."):
+    for words in (
+        "\nBest plan and runners-up\n",
+        "Rejected",
+        "80% interval",
+        "Nothing here is measured.",
+    ):
         assert words in done.out
 
 
