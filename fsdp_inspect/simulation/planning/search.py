@@ -351,7 +351,6 @@ class _Search(Generic[C]):
 
 # --- Answer a capacity question: the best plan, or what is missing for any plan to fit.
 
-MOST_GPUS = 4096
 VALUES = (
     "step_time_ns",
     "tokens_per_s",
@@ -376,7 +375,7 @@ class Shortfall:
     given memory of a host; None: none is."""
     gpus: int | None
     """The smallest number of GPUs, doubled from the given one, on which the plan is certain to fit
-    the budget; None: none up to `MOST_GPUS`."""
+    the budget; None: none up to `most_gpus` of the machine."""
     host_bytes: float | None = None
     """The smallest memory of a host with which the plan fits the budget of a device; None: none,
     or the host is no limit."""
@@ -561,7 +560,7 @@ def _find_shortfall(
     evaluated = None if given is None else compared[0]
     gpus: int | None = None
     size = job.gpus * 2
-    while size <= MOST_GPUS and gpus is None and machine.has_network:
+    while size <= machine.most_gpus and gpus is None:
         smallest = _smallest(job, machine, size, evaluated)
         if any(memory.verdict is FitVerdict.FITS for memory in smallest):
             gpus = size

@@ -117,10 +117,10 @@ def test_a_plan_that_cannot_fit_states_the_smallest_memory_and_gpus():
     assert make_capacity_plan(job, roomier, "h200-ib400").found.best is not None
 
 
-def evaluate(given, gpus, budget_gib):
+def evaluate(given, gpus, budget_gib, preset="h100-ib400"):
     job = make_job("llama-8b", num_layers=3, gpus=gpus, seq_len=4096)
-    machine = make_machine("h100-ib400", memory_bytes=round(budget_gib * GIB))
-    return make_capacity_plan(job, machine, "h100-ib400", [given])
+    machine = make_machine(preset, memory_bytes=round(budget_gib * GIB))
+    return make_capacity_plan(job, machine, preset, [given])
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,16 @@ def test_the_missing_memory_and_gpus_of_a_given_plan_are_those_of_this_plan(
     if gpus is not None:
         assert evaluate(given, gpus, budget_gib).found.best is not None
         assert evaluate(given, gpus // 2, budget_gib).found.best is None
+
+
+def test_machines_without_a_network_have_the_gpus_of_one_node():
+    found = evaluate(Candidate(), 2, 25, preset="h100-nvlink")
+
+    assert found.shortfall is not None
+    assert found.shortfall.gpus == 8
+    with_less_memory = evaluate(Candidate(), 2, 22, preset="h100-nvlink")
+    assert with_less_memory.shortfall is not None
+    assert with_less_memory.shortfall.gpus is None
 
 
 @pytest.mark.parametrize(
