@@ -83,15 +83,8 @@ def _from_row(*columns: Column) -> tuple[Column, ...]:
 
 _RUN = text_column("run", "The run: its path below the folder of runs.")
 _STEP_TIME = metric_column("step_time_ns")
-_EXPOSED = metric_column("exposed_ns", label="exposed")
+_EXPOSED = metric_column("exposed_ns")
 _COMMUNICATION = metric_column("communication_ns")
-
-
-def _part_column(name: str) -> Column:
-    label = name.removesuffix("_ns").replace("_", " ")
-    return value_column(
-        name, MetricUnit.NS, f"The part {label!r} of the typical step.", label=label
-    )
 
 
 RUNS = CatalogTable(
@@ -131,10 +124,16 @@ RUNS = CatalogTable(
                 label="plain steps",
             ),
             value_column(
-                "step_time_median_ns", MetricUnit.NS, "Median over the timed steps.", label="median"
+                "step_time_median_ns",
+                MetricUnit.NS,
+                "Median over the timed steps.",
+                label="median step time",
             ),
             value_column(
-                "step_time_p90_ns", MetricUnit.NS, "90th percentile of the steps.", label="p90"
+                "step_time_p90_ns",
+                MetricUnit.NS,
+                "90th percentile of the steps.",
+                label="p90 step time",
             ),
             _COMMUNICATION,
             _EXPOSED,
@@ -146,7 +145,7 @@ RUNS = CatalogTable(
             metric_column("goodput_ratio"),
             metric_column("wall_ns"),
             value_column("loss", MetricUnit.NUMBER, "The last logged loss.", label="loss"),
-            *(_part_column(name) for name in PARTS),
+            *map(metric_column, PARTS),
             text_column(
                 "step_times_ns",
                 "The course of the step time: medians of at most 40 equal parts of the run.",

@@ -158,6 +158,7 @@ def plan(  # noqa: PLR0913 - one argument an option
 
     Example: `fsdp-inspect plan --model llama-70b --gpus 64 --preset h200-ib400 --memory 80GiB`
     """
+    from fsdp_inspect.report.output import require_free_folder
     from fsdp_inspect.report.planning import render_plan
 
     if context.invoked_subcommand is not None:
@@ -169,6 +170,8 @@ def plan(  # noqa: PLR0913 - one argument an option
             "--gpus 8.",
             param_hint=missing,
         )
+    if out is not None:
+        require_free_folder(out, replaces=force)
     machine = _machine(preset, gpus_per_node, memory, host_memory, calibrate)
     question = _Question(
         model=model,

@@ -46,8 +46,7 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
 
     In an existing folder, files with the same names are replaced. Other files stay.
     """
-    if not path.is_dir() or any(path.iterdir()):
-        _require_free(path, replaces=replaces and path.is_dir())
+    require_free_folder(path, replaces=replaces)
     unfinished = unfinished_path(path)
     try:
         unfinished.mkdir(parents=True)
@@ -57,6 +56,16 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
         raise _describe_refusal(path, error) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def require_free_folder(path: Path, *, replaces: bool) -> None:
+    """Refuse a path that `whole_folder` refuses; for callers whose files take long to make.
+
+    Raises:
+        ExportError: The path exists and is no empty folder, unless files in it may be replaced.
+    """
+    if not path.is_dir() or any(path.iterdir()):
+        _require_free(path, replaces=replaces and path.is_dir())
 
 
 def _move(unfinished: Path, path: Path) -> None:

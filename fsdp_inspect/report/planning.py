@@ -29,6 +29,7 @@ from fsdp_inspect.simulation.planning.transformer import HF_NAMES
 
 MOST_REJECTIONS = 8
 VALUE_HEADS = ("", "value", "low", "high", "<source")
+FOUND_TITLE = "Best plan and runners-up"
 FOUND_HEADS = ("plan", "tokens/s", "days", "device memory")
 REJECTION_HEADS = ("reason", "plans", "<closest plan", "device memory")
 """Heads of the tables; "<" aligns a column to the left, as in `new_table`."""
@@ -148,7 +149,7 @@ def render_plan(plan: CapacityPlan) -> Iterator[RenderableType]:
     if plan.found.undecided is not None and not plan.is_fixed:
         yield from section("Cannot tell", *map(indented, describe_undecided(plan)))
     if plan.found.runners_up:
-        yield from section("Runners-up", table_of(FOUND_HEADS, found_rows(plan)))
+        yield from section(FOUND_TITLE, table_of(FOUND_HEADS, found_rows(plan)))
     if not plan.is_fixed:
         yield from section("Rejected", table_of(REJECTION_HEADS, rejection_rows(plan)))
     if plan.shown is not None:
@@ -188,22 +189,24 @@ def describe_shortfall(plan: CapacityPlan) -> Iterable[str]:
     shortfall = plan.shortfall
     if shortfall is None:
         return
+    which = "this plan" if plan.is_fixed else "a plan"
     if shortfall.host_bytes is not None:
+        offloaded = which if plan.is_fixed else "a plan with offload"
         yield (
-            f"With {format_bytes(shortfall.host_bytes)} of host memory, a plan with offload fits "
+            f"With {format_bytes(shortfall.host_bytes)} of host memory, {offloaded} fits "
             f"the {format_bytes(plan.memory_bytes)} of a device."
         )
     if shortfall.memory_bytes is None:
-        yield "No memory of a device makes a plan fit: the memory of a host is too small."
+        yield f"No memory of a device makes {which} fit: the memory of a host is too small."
     else:
         yield (
-            f"On {plan.gpus} GPUs{_with_host(plan)} a plan fits with "
+            f"On {plan.gpus} GPUs{_with_host(plan)} {which} fits with "
             f"{format_bytes(shortfall.memory_bytes)} of device memory."
         )
     if shortfall.gpus is not None:
-        yield f"With this memory, a plan fits on {shortfall.gpus} GPUs."
+        yield f"With this memory, {which} fits on {shortfall.gpus} GPUs."
     else:
-        yield "With this memory, no larger number of GPUs was found on which a plan fits."
+        yield f"With this memory, no larger number of GPUs was found on which {which} fits."
     if shortfall.change is not None:
         yield (
             f"The smallest change that fits: {describe_candidate(shortfall.change)}. A device "

@@ -177,8 +177,9 @@ def test_runs_are_grouped_and_filtered_by_a_setting(folder):
 
 
 def test_trends_state_that_there_is_no_change(folder):
-    shown = start_app(folder, "trends", metric="exposed_ns", axis="time")
+    shown = start_app(folder, "trends", metric="fsdp_copies_ns", axis="time")
     assert not shown.exception
+    assert "FSDP copies: no change point in" in read(shown)
     assert "at least 5 points on each side" in " ".join(each.value for each in shown.caption)
 
 

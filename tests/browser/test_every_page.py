@@ -35,3 +35,10 @@ def test_names_of_400_letters_squeeze_no_chart(states_server, tab):
         assert fits_the_window(dashboard.page), name
         widths = dashboard.page.evaluate(WIDTHS)
         assert min(widths, default=NARROWEST) >= NARROWEST, (name, widths)
+
+
+def test_charts_of_a_comparison_lie_below_each_other_in_a_narrow_window(states_server, tab):
+    dashboard = tab(states_server, width=900)
+    dashboard.open("compare", baseline="recorded", **{"with": "imported"})
+    widths = dashboard.page.evaluate(WIDTHS)
+    assert min(widths) >= 2 * NARROWEST, widths

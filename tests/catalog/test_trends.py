@@ -5,7 +5,8 @@ import pyarrow as pa
 import pytest
 
 from fsdp_inspect.catalog.tables import RUNS, to_table
-from fsdp_inspect.catalog.trends import TrendAxis, measure_trend
+from fsdp_inspect.catalog.trends import METRICS_OF_RUNS, TrendAxis, find_run_metric, measure_trend
+from fsdp_inspect.metrics import METRICS
 
 
 def make_runs(times: list[float | None], **columns: list[object]) -> pa.Table:
@@ -36,6 +37,13 @@ def test_the_run_that_began_a_change_and_the_run_before_it_are_named() -> None:
     assert (change.run_before, change.run) == ("run-011", "run-012")
     assert change.change_ratio == pytest.approx(0.3, abs=0.03)
     assert trend.series == ("Decoder, world size 8",)
+
+
+def test_metrics_of_runs_have_the_labels_of_all_reports() -> None:
+    labels = {name: find_run_metric(name).label for name in METRICS_OF_RUNS}
+    assert labels.pop("step_time_p90_ns") == "p90 step time"
+    assert labels.pop("loss") == "loss"
+    assert labels == {name: METRICS[name].label for name in labels}
 
 
 def test_noise_an_outlier_and_a_short_history_are_no_change() -> None:

@@ -12,6 +12,7 @@ import yaml
 
 from fsdp_inspect import Plan
 from fsdp_inspect.cli import forecast_maker as forecaster
+from fsdp_inspect.simulation.planning import search
 from instrumented_trainer.command_line import check_settings, read_file
 from tests.cases import mark_slow
 from tests.forked_process import ForkedProcess
@@ -66,12 +67,26 @@ def test_the_written_files_are_read_by_their_readers(written):
     assert accelerate["fsdp_config"]["fsdp_version"] == 2
 
 
+def test_an_existing_folder_is_refused_before_the_search(invoke, tmp_path, monkeypatch):
+    (tmp_path / "earlier.toml").touch()
+    monkeypatch.setattr(search, "make_capacity_plan", None)
+    done = invoke("plan", *SMALL, "--out", tmp_path)
+
+    assert done.code == 2
+    assert "already exists: it is a folder" in " ".join(done.err.split())
+
+
 def test_the_text_fits_80_columns_and_states_its_assumptions(invoke):
     done = invoke("plan", *SMALL)
     assert done.code == 0
     assert max(map(len, done.out.splitlines())) <= 80
     assert done.out.startswith("Fits: ")
-    for words in ("Runners-up", "Rejected", "80% interval", "Nothing here is measured."):
+    for words in (
+        "\nBest plan and runners-up\n",
+        "Rejected",
+        "80% interval",
+        "Nothing here is measured.",
+    ):
         assert words in done.out
 
 
@@ -204,6 +219,8 @@ def test_a_given_plan_that_does_not_fit_shows_its_values_and_what_the_loss_costs
     assert words.startswith("Does not fit: A device needs at least")
     assert "The loss is computed with float32 copies of all logits" in words
     assert "--set loss=linear" in words
+    assert "On 8 GPUs this plan fits with" in words
+    assert "no larger number of GPUs was found on which this plan fits" in words
     assert "tokens/s" in words
 
 

@@ -40,7 +40,6 @@ from fsdp_inspect.simulation.planning.prediction import (
     spread_times,
 )
 from fsdp_inspect.simulation.planning.search import (
-    MOST_GPUS,
     CapacityPlan,
     Predictor,
     Shortfall,
@@ -307,7 +306,7 @@ def _find_shortfall(
     unlimited = predictor.on(replace(predictor.machine, memory_bytes=1 << 62))
     memory = unlimited.memory(smallest)
     gpus, size = None, predictor.gpus * 2
-    while size <= MOST_GPUS and gpus is None and predictor.machine.has_network:
+    while size <= predictor.machine.most_gpus and gpus is None:
         larger = BuilderPredictor(
             forecast, predictor.machine, gpus=size, tokens=1, seq_len=None
         ).memory(smallest)

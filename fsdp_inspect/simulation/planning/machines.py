@@ -15,6 +15,8 @@ from fsdp_inspect.simulation.recorded import measure_work
 from fsdp_inspect.trace.links import PRESETS
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
+_MOST_GPUS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedMachine:
@@ -35,9 +37,10 @@ class PlannedMachine:
     """The source of the compute times and of the network, in one or two sentences."""
 
     @property
-    def has_network(self) -> bool:
-        """Whether the machines can be more than one node."""
-        return self.speed.links.preset.inter is not None
+    def most_gpus(self) -> int:
+        """The largest number of GPUs to look for: without a network, those of one node."""
+        links = self.speed.links
+        return links.gpus_per_node if links.preset.inter is None else _MOST_GPUS
 
     @property
     def speeds(self) -> tuple[Speed, Speed, Speed]:

@@ -157,6 +157,13 @@ class PlanSearchResult:
     num_candidates: int
     num_simulated: int
 
+    @property
+    def given(self) -> PlanPrediction | None:
+        """The plan, if only one was evaluated."""
+        if self.num_candidates != 1:
+            return None
+        return self.best or self.undecided or self.rejected[0].example
+
 
 @dataclass(frozen=True, slots=True)
 class _Bounded(Generic[C]):
@@ -344,7 +351,6 @@ class _Search(Generic[C]):
 
 # --- Answer a capacity question: the best plan, or what is missing for any plan to fit.
 
-MOST_GPUS = 4096
 VALUES = (
     "step_time_ns",
     "tokens_per_s",
@@ -362,16 +368,16 @@ VALUES = (
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """What would make some plan fit."""
+    """What would make some plan fit; if one plan was evaluated, this plan."""
 
     memory_bytes: float | None
-    """The smallest budget of a device with which some plan is certain to fit on these GPUs and the
+    """The smallest budget of a device with which the plan is certain to fit on these GPUs and the
     given memory of a host; None: none is."""
     gpus: int | None
-    """The smallest number of GPUs, doubled from the given one, on which some plan is certain to fit
-    the budget; None: none up to `MOST_GPUS`."""
+    """The smallest number of GPUs, doubled from the given one, on which the plan is certain to fit
+    the budget; None: none up to `most_gpus` of the machine."""
     host_bytes: float | None = None
-    """The smallest memory of a host with which some plan fits the budget of a device; None: none,
+    """The smallest memory of a host with which the plan fits the budget of a device; None: none,
     or the host is no limit."""
     change: Candidate | None = None
     """The plan with the smallest change of the training that fits both budgets; None: none is."""
@@ -407,14 +413,12 @@ class CapacityPlan(Result):
     @property
     def is_fixed(self) -> bool:
         """Whether one given plan was evaluated."""
-        return self.found.num_candidates == 1
+        return self.found.given is not None
 
     @property
     def shown(self) -> PlanPrediction | None:
         """The best plan, the fastest that may fit, or the given plan if it does not fit."""
-        rejected = self.found.rejected
-        given = rejected[0].example if self.is_fixed and rejected else None
-        return self.found.best or self.found.undecided or given
+        return self.found.best or self.found.undecided or self.found.given
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as plain values, those of the search first; without plan and job."""
@@ -483,9 +487,7 @@ def make_capacity_plan(
         memory_bytes=machine.memory_bytes,
         host_memory_bytes=machine.host_bytes,
         found=found,
-        shortfall=None
-        if found.best
-        else _find_shortfall(job, machine, listed[0] if len(listed) == 1 else None),
+        shortfall=None if found.best else _find_shortfall(job, machine, listed, found.given),
         notes=(),
         plan=plan_of(job, best) if isinstance(best, Candidate) else None,
         job=job,
@@ -515,8 +517,11 @@ def _check_kernels(candidate: Candidate, gpu: Gpu) -> None:
 
 
 _SMALLER: tuple[Mapping[str, Any], ...] = (
+    {"checkpointing": "selective"},
+    {"checkpointing": "full"},
     {"loss": "linear"},
     {"loss": "linear", "checkpointing": "full"},
+    {"checkpointing": "full", "batch_size": 1},
     {"loss": "linear", "checkpointing": "full", "batch_size": 1},
     {"loss": "linear", "checkpointing": "full", "batch_size": 1, "optimizer": "adamw_8bit"},
     {"loss": "linear", "checkpointing": "full", "batch_size": 1, "adapter_rank": 16},
@@ -527,46 +532,64 @@ _SMALLER: tuple[Mapping[str, Any], ...] = (
 
 
 def _find_change(
-    job: Job, machine: PlannedMachine, given: Candidate | None
+    job: Job, machine: PlannedMachine, compared: Sequence[Candidate]
 ) -> tuple[Candidate | None, float]:
-    """The smallest change of a plan that fits, with its memory; offload, which is slow, last."""
+    """The smallest change of a plan that fits, with its memory; offload, which is slow, last.
+
+    Of several compared plans, none of which fits, those with the least memory are changed.
+    """
     layouts = sorted(_least(job), key=lambda each: (each.offload, each.tensor_parallel))
-    for base in layouts if given is None else [given]:
-        for changes in _SMALLER:
-            changed = replace(base, **changes)
+    excluded = frozenset(compared)
+    for base in compared if len(compared) == 1 else layouts:
+        for changed in (replace(base, **changes) for changes in _SMALLER):
+            if changed in excluded:
+                continue
             memory = predict_memory(job, machine, changed)
-            if changed != base and memory.verdict is FitVerdict.FITS:
+            if memory.verdict is FitVerdict.FITS:
                 return changed, memory.device.high
     return None, 0.0
 
 
-def _find_shortfall(job: Job, machine: PlannedMachine, given: Candidate | None) -> Shortfall:
+def _find_shortfall(
+    job: Job,
+    machine: PlannedMachine,
+    compared: Sequence[Candidate],
+    given: PlanPrediction | None,
+) -> Shortfall:
+    """What lets the given plan fit, the only compared one; None: what lets any plan fit."""
+    evaluated = None if given is None else compared[0]
     gpus: int | None = None
     size = job.gpus * 2
-    while size <= MOST_GPUS and gpus is None and machine.has_network:
-        if any(memory.verdict is FitVerdict.FITS for memory in _smallest(job, machine, size)):
+    while size <= machine.most_gpus and gpus is None:
+        smallest = _smallest(job, machine, size, evaluated)
+        if any(memory.verdict is FitVerdict.FITS for memory in smallest):
             gpus = size
         size *= 2
-    unlimited = replace(machine, memory_bytes=1 << 62)
-    needs = [
-        memory.device.high
-        for memory in _smallest(job, unlimited, job.gpus)
-        if memory.verdict is FitVerdict.FITS
-    ]
-    free = replace(machine, host_bytes=None)
-    hosts = [
-        memory.host.high
-        for memory in _smallest(job, free, job.gpus)
-        if memory.verdict is FitVerdict.FITS
-    ]
-    host = min(hosts, default=None) if machine.host_bytes is not None else None
-    return Shortfall(min(needs, default=None), gpus, host, *_find_change(job, machine, given))
+    if given is None:
+        memories = _smallest(job, machine, job.gpus, None)
+        needs = [(memory.device.high, memory.host.high) for memory in memories]
+    else:
+        needs = [(given.device_bytes.high, given.host_bytes.high)]
+    limit = machine.host_bytes
+    devices = [device for device, host in needs if limit is None or host <= limit]
+    hosts = [host for device, host in needs if limit and device <= machine.memory_bytes]
+    return Shortfall(
+        min(devices, default=None),
+        gpus,
+        min(hosts, default=None),
+        *_find_change(job, machine, compared),
+    )
 
 
-def _smallest(job: Job, machine: PlannedMachine, gpus: int) -> Iterator[PlannedMemory]:
-    """The memory of the candidates with the least of it."""
+def _smallest(
+    job: Job, machine: PlannedMachine, gpus: int, given: Candidate | None
+) -> Iterator[PlannedMemory]:
+    """The memory on a number of GPUs of the given plan, or of the candidates with the least."""
     larger = replace(job, gpus=gpus, batch_tokens=None)
-    return (predict_memory(larger, machine, candidate) for candidate in _least(larger))
+    if given is not None and not given.is_sharded:
+        given = replace(given, replicas=gpus // given.ranks_of_sequences)
+    candidates = _least(larger) if given is None else [given]
+    return (predict_memory(larger, machine, candidate) for candidate in candidates)
 
 
 def _least(job: Job) -> Iterator[Candidate]:

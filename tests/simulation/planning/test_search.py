@@ -8,7 +8,11 @@ import pytest
 from fsdp_inspect import forecast_memory
 from fsdp_inspect.analysis.memory.fit import FitVerdict, default_allowance
 from fsdp_inspect.report.planning import trainer_settings
-from fsdp_inspect.simulation.planning.candidates import Candidate, list_candidates
+from fsdp_inspect.simulation.planning.candidates import (
+    Candidate,
+    list_candidates,
+    narrow_candidates,
+)
 from fsdp_inspect.simulation.planning.forecast_step import read_forecast
 from fsdp_inspect.simulation.planning.machines import make_machine
 from fsdp_inspect.simulation.planning.prediction import predict, predict_memory, step_ns
@@ -111,6 +115,75 @@ def test_a_plan_that_cannot_fit_states_the_smallest_memory_and_gpus():
     assert found.shortfall.memory_bytes is not None
     roomier = make_machine("h200-ib400", memory_bytes=round(found.shortfall.memory_bytes) + 1)
     assert make_capacity_plan(job, roomier, "h200-ib400").found.best is not None
+
+
+def evaluate(given, gpus, budget_gib, preset="h100-ib400"):
+    job = make_job("llama-8b", num_layers=3, gpus=gpus, seq_len=4096)
+    machine = make_machine(preset, memory_bytes=round(budget_gib * GIB))
+    return make_capacity_plan(job, machine, preset, [given])
+
+
+@pytest.mark.parametrize(
+    ("given", "budget_gib", "gpus"),
+    [
+        pytest.param(Candidate(), 22, 32, id="more shards"),
+        pytest.param(Candidate(batch_size=8), 20, None, id="activations"),
+        pytest.param(Candidate(is_sharded=False, replicas=8), 20, None, id="not sharded"),
+    ],
+)
+def test_the_missing_memory_and_gpus_of_a_given_plan_are_those_of_this_plan(
+    given, budget_gib, gpus
+):
+    found = evaluate(given, 8, budget_gib)
+
+    assert found.shortfall is not None
+    assert found.shortfall.memory_bytes is not None
+    roomier = found.shortfall.memory_bytes / GIB
+    assert evaluate(given, 8, roomier + 0.01).found.best is not None
+    assert evaluate(given, 8, roomier - 0.01).found.best is None
+    assert found.shortfall.gpus == gpus
+    if gpus is not None:
+        assert evaluate(given, gpus, budget_gib).found.best is not None
+        assert evaluate(given, gpus // 2, budget_gib).found.best is None
+
+
+def test_machines_without_a_network_have_the_gpus_of_one_node():
+    found = evaluate(Candidate(), 2, 25, preset="h100-nvlink")
+
+    assert found.shortfall is not None
+    assert found.shortfall.gpus == 8
+    with_less_memory = evaluate(Candidate(), 2, 22, preset="h100-nvlink")
+    assert with_less_memory.shortfall is not None
+    assert with_less_memory.shortfall.gpus is None
+
+
+@pytest.mark.parametrize(
+    ("given", "budget_gib", "changes"),
+    [
+        pytest.param(Candidate(), 23.8, {"checkpointing": "selective"}, id="selective"),
+        pytest.param(Candidate(batch_size=2), 31, {"checkpointing": "full"}, id="full"),
+        pytest.param(Candidate(checkpointing="full"), 20, {"loss": "linear"}, id="loss"),
+    ],
+)
+def test_the_smallest_change_of_a_given_plan_changes_one_setting_if_that_suffices(
+    given, budget_gib, changes
+):
+    found = evaluate(given, 8, budget_gib)
+
+    assert found.shortfall is not None
+    assert found.shortfall.change == replace(given, **changes)
+
+
+def test_the_smallest_change_of_several_plans_is_none_of_them():
+    job = make_job("llama-8b", num_layers=3, seq_len=4096)
+    machine = make_machine("h100-nvlink", memory_bytes=23 * GIB)
+    on_devices = {"tensor_parallel": 1, "offload": False}
+    compared = narrow_candidates(job, {"checkpointing": "none", **on_devices})
+
+    found = make_capacity_plan(job, machine, "h100-nvlink", compared)
+
+    assert found.shortfall is not None
+    assert found.shortfall.change == Candidate(checkpointing="full")
 
 
 def test_every_value_is_inside_its_interval_and_has_an_assumption():

@@ -14,7 +14,7 @@ from fsdp_inspect.catalog.trends import (
     measure_trend,
 )
 from fsdp_inspect.columns import format_value
-from fsdp_inspect.formatting import listed, plural
+from fsdp_inspect.formatting import capitalize, listed, plural
 from fsdp_inspect_app.app_pages.trends.charts import MOST_SERIES, draw_trend
 from fsdp_inspect_app.cards import show_card, show_chart_card, show_headline, show_note, show_text
 from fsdp_inspect_app.catalog_reading import KnownCatalog, open_page, show_reading
@@ -86,12 +86,12 @@ def _answer(trend: Trend) -> str:
     if trend.changes:
         last = max(trend.changes, key=lambda change: _start_of(trend, change))
         ratio = plain(f"{100 * last.change_ratio:+.3g}%")
-        return f"{plain(trend.label.capitalize())} changed by {ratio} at {code(last.run)}\\."
+        return f"{plain(capitalize(trend.label))} changed by {ratio} at {code(last.run)}\\."
     count = sum(len(point.runs) for point in trend.points)
     runs = plural(count, "run")
     if trend.axis in (TrendAxis.TIME, TrendAxis.COMMIT):
-        return plain(f"{trend.label.capitalize()}: no change point in {runs}.")
-    return plain(f"{trend.label.capitalize()} of {runs} by {_AXES[trend.axis]}.")
+        return plain(f"{capitalize(trend.label)}: no change point in {runs}.")
+    return plain(f"{capitalize(trend.label)} of {runs} by {_AXES[trend.axis]}.")
 
 
 def _start_of(trend: Trend, change: TrendChange) -> int:
@@ -105,7 +105,7 @@ def _show_chart(trend: Trend) -> None:
     rest = len(trend.series) - MOST_SERIES
     hidden = f" {rest:,} smaller series are not drawn." if rest > 0 else ""
     show_chart_card(
-        f"{trend.label.capitalize()} over {_AXES[trend.axis]}",
+        f"{capitalize(trend.label)} over {_AXES[trend.axis]}",
         draw_trend(trend),
         lambda: _frame(trend),
         key="trend",

@@ -16,6 +16,7 @@ from fsdp_inspect.hardware import GPUS
 from fsdp_inspect.quantities import parse_bytes
 from fsdp_inspect.report.planning import (
     FOUND_HEADS,
+    FOUND_TITLE,
     REJECTION_HEADS,
     VALUE_HEADS,
     answer_plan,
@@ -109,7 +110,7 @@ def _show_answer(
     if shown is not None:
         _show_rows("Predicted values", VALUE_HEADS, value_rows(shown), key="capacity-values")
     if plan.found.best is not None:
-        _show_rows("Best plan and runners-up", FOUND_HEADS, found_rows(plan), key="capacity-found")
+        _show_rows(FOUND_TITLE, FOUND_HEADS, found_rows(plan), key="capacity-found")
     _show_rows("Rejected", REJECTION_HEADS, rejection_rows(plan), key="capacity-rejected")
     if shown is not None:
         show_title("Assumptions")
