@@ -136,6 +136,8 @@ def describe_location(grid: MeshGrid) -> str:
     """Describe which ranks of the mesh have the highest values, if any."""
     label = find_metric(grid.metric).label
     found = grid.located
+    if all(isnan(value) for line in grid.values for value in line):
+        return f"{label.capitalize()} is unknown for all ranks."
     if found is None:
         return f"No node, group or stage is above all others in {label}."
     name, *others = found.names
