@@ -73,6 +73,8 @@ def describe_largest_waits(summary: Summary, owners: Sequence[ExposedOwner] = ()
     top = max(summary.units, key=lambda unit: unit.exposed_ns, default=None)
     if top is None:
         return "This model has no FSDP unit\\."
+    if summary.exposed_ns is None:
+        return "Exposed communication is unknown\\."
     if top.exposed_ns == 0:
         return plain(f"No exposed wait: all {len(summary.units)} units hide their communication.")
     own = [owner for owner in owners if owner.fqn == top.fqn]

@@ -144,6 +144,15 @@ class StepBreakdown:
         return next(row.duration_ns for row in self.parts if row.name == part.label)
 
     @property
+    def known_parts(self) -> tuple[PartTime, ...]:
+        """The parts, without the exposed ones if the exposed time is unknown."""
+        if self.exposed_ns is not None:
+            return self.parts
+        return tuple(
+            part for part, is_exposed in zip(self.parts, _IS_EXPOSED, strict=True) if not is_exposed
+        )
+
+    @property
     def exposed_ratio(self) -> float | None:
         """The exposed share of the step, 0 to 1; None if the exposed time is unknown."""
         if self.exposed_ns is None:

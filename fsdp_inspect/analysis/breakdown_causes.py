@@ -73,8 +73,8 @@ class BreakdownCauses(TableResult):
     """The columns of `shown.dimensions`."""
 
     def rows(self) -> Sequence[PartTime]:
-        """The parts of the step in order. They add up to the step."""
-        return self.shown.parts if self.shown else ()
+        """The known parts of the step in order. They add up to the step."""
+        return self.shown.known_parts if self.shown else ()
 
 
 def measure_breakdown_causes(

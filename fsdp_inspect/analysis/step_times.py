@@ -6,8 +6,11 @@ from functools import partial
 from itertools import islice
 from typing import ClassVar
 
+import numpy as np
+
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.step_selection import (
+    TimedRanks,
     TypicalSteps,
     select_steps,
     steps_by_rank,
@@ -48,7 +51,8 @@ class StepPoint:
     step: int
     step_time_ns: int
     communication_ns: int | None
-    """None in a plain step, whose collectives have no rows."""
+    """None in a plain step, whose collectives have no rows, and in an import that shows no
+    collective (`TimedRanks.lacks_communication`); like the next value."""
     exposed_ns: int | None
     is_timed: bool
     """Whether the step is timed; False for warm-up, memory and plain steps."""
@@ -117,8 +121,7 @@ def measure_step_times(run: RunSource) -> StepTimes:
 
 
 def _measure_step_times(run: RunSource) -> StepTimes:
-    selection = select_steps(run)
-    timed = timed_ranks(run)
+    selection, timed = select_steps(run), timed_ranks(run)
     ranks = tuple(_measure_ranks(timed.typical, run.statistics()))
     chosen = timed.median
     median_rank = chosen.rank if chosen else None
@@ -128,7 +131,7 @@ def _measure_step_times(run: RunSource) -> StepTimes:
         closest_step=chosen.closest_step if chosen else None,
         step_time_ns=next((row.step_time_ns for row in ranks if row.rank == median_rank), None),
         ranks=ranks,
-        over_steps=_over_steps(run, selection, median_rank),
+        over_steps=_over_steps(run, selection, timed),
     )
 
 
@@ -151,24 +154,29 @@ def _measure_ranks(typical: TypicalSteps, statistics: StatisticsTable) -> Iterat
 
 
 def _over_steps(
-    run: RunSource, selection: StepSelection, rank: int | None
+    run: RunSource, selection: StepSelection, timed: TimedRanks
 ) -> tuple[StepPoint, ...]:
-    """Return the steps of a rank. Without a rank, return those of the first rank that has any."""
+    """Return the steps of the median rank. Without one, return those of the first rank with any."""
     kinds = (EventKind.STEP, StepPart.COMMUNICATION)
-    rows = run.summary(ranks=None if rank is None else [rank], kinds=kinds)
-    chosen, plain = islice(steps_by_rank(rows), 1), {*selection.plain}
+    ranks = None if timed.median is None else [timed.median.rank]
+    chosen = islice(steps_by_rank(run.summary(ranks=ranks, kinds=kinds)), 1)
     return tuple(
         StepPoint(
             step=int(step),
             step_time_ns=int(member.step_time_ns[position]),
-            communication_ns=None if step in plain else int(member.communication_ns[position]),
-            exposed_ns=None if step in plain else int(member.exposed_ns[position]),
+            communication_ns=None if is_unknown else int(member.communication_ns[position]),
+            exposed_ns=None if is_unknown else int(member.exposed_ns[position]),
             is_timed=int(step) in selection.timed,
             contains=tuple(part for flag, part in _RARE_PARTS.items() if flags & flag),
         )
         for member in chosen
-        for position, (step, flags) in enumerate(
-            zip(member.steps, rows_of(member.rows, kinds=[EventKind.STEP]).flags, strict=True)
+        for position, (step, flags, is_unknown) in enumerate(
+            zip(
+                member.steps,
+                rows_of(member.rows, kinds=[EventKind.STEP]).flags,
+                timed.lacks_communication | np.isin(member.steps, selection.plain),
+                strict=True,
+            )
         )
     )
 

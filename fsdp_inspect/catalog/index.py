@@ -471,7 +471,7 @@ def _times(run: RunSource) -> Row:
 
 def _breakdown(run: RunSource) -> Row:
     step = measure_breakdown(run).headline
-    return {f"{part.name}_ns": part.duration_ns for part in step.parts} if step else {}
+    return {f"{part.name}_ns": part.duration_ns for part in step.known_parts} if step else {}
 
 
 def _memory(run: RunSource) -> Row:
@@ -527,6 +527,7 @@ def _steps(points: Sequence[StepPoint]) -> Iterator[Row]:
         }
 
 
-def _median(values: Sequence[int]) -> int:
-    """The median, as in the course of the step time of a run's key numbers."""
-    return int(np.median(values))
+def _median(values: Sequence[int | None]) -> int | None:
+    """The median of the known values, as in the course of the step time of a run's key numbers."""
+    known = [value for value in values if value is not None]
+    return int(np.median(known)) if known else None

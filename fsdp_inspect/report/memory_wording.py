@@ -21,6 +21,7 @@ from fsdp_inspect.formatting import (
     format_ns,
     format_ratio,
     format_unit,
+    plural,
 )
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import indented, new_table, render_table, section
@@ -199,14 +200,10 @@ def describe_process_growth(process: ProcessGrowth | None, growth: MemoryGrowth 
 
 def describe_growth(growth: MemoryGrowth | None) -> str:
     """Describe whether memory grows over the steps, with the p-value."""
-    if growth is None:
-        return "Growth is unknown: at least two completed steps with memory are needed."
+    if growth is None or growth.grows is None:
+        after = f" after {plural(growth.num_steps, 'step')}" if growth else ""
+        return f"Growth is unknown{after}: it requires {MIN_STEPS} steps with memory after warm-up."
     of_steps = f"over {growth.num_steps} steps of rank {growth.rank}"
-    if growth.grows is None:
-        return (
-            f"Growth is unknown after {growth.num_steps} steps: it requires {MIN_STEPS} steps "
-            "after warm-up."
-        )
     if not growth.grows:
         return f"Memory does not grow {of_steps}."
     reason = (

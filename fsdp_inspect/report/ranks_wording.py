@@ -136,6 +136,8 @@ def describe_location(grid: MeshGrid) -> str:
     """Describe which ranks of the mesh have the highest values, if any."""
     label = find_metric(grid.metric).label
     found = grid.located
+    if all(isnan(value) for line in grid.values for value in line):
+        return f"{label.capitalize()} is unknown for all ranks."
     if found is None:
         return f"No node, group or stage is above all others in {label}."
     name, *others = found.names
@@ -156,9 +158,11 @@ def describe_rank(row: RankRow) -> str:
             "collectives. Its median delay after the first rank, over all of them, is "
             f"{format_metric('lateness_ns', row.lateness_ns)}."
         )
+    step = f"Rank {row.rank}{where}: {format_metric('step_time_ns', row.step_time_ns)} a step"
+    if row.exposed_ns is None:
+        return f"{step}. Its exposed communication and own work are unknown.{arrives}"
     return (
-        f"Rank {row.rank}{where}: {format_metric('step_time_ns', row.step_time_ns)} a step, of "
-        f"which {format_metric('exposed_ns', row.exposed_ns)} exposed and "
+        f"{step}, of which {format_metric('exposed_ns', row.exposed_ns)} exposed and "
         f"{format_metric('own_work_ns', row.own_work_ns)} own work.{arrives}"
     )
 

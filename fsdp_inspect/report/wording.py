@@ -220,6 +220,8 @@ def describe_step(breakdown: StepBreakdown) -> str:
     """Describe the time of a step and its exposed part."""
     total = format_ns(breakdown.step_time_ns)
     place = f"Step {breakdown.closest_step}, rank {breakdown.rank}"
+    if breakdown.exposed_ns is None:
+        return f"{place}: {total}. Exposed communication is unknown."
     if breakdown.exposed_ns == 0:
         return f"{place}: {total}, no exposed communication."
     return f"{place}: {format_ns(breakdown.exposed_ns)} of {total} exposed."

@@ -9,7 +9,7 @@ from fsdp_inspect.analysis.mesh_grid import measure_mesh_grid
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.report.ranks_wording import describe_location
 from fsdp_inspect.trace.run import ProcessGroup
-from tests.builders import RunBuilder
+from tests.builders import RunBuilder, run_on
 
 WORLD_SIZE = 8
 GROUPS = [
@@ -97,6 +97,13 @@ def test_nothing_is_located_without_evidence(work):
     grid = grid_of(work)
     assert grid.located is None
     assert "is above all others in" in describe_location(grid)
+
+
+def test_nothing_is_said_about_ranks_without_a_value():
+    run = run_on(["a", "b"], source="imported")
+    assert describe_location(measure_mesh_grid(run, measure_ranks(run).ranks)) == (
+        "Own work is unknown for all ranks."
+    )
 
 
 def test_unknown_dimensions_and_metrics_are_rejected():

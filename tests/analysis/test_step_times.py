@@ -2,7 +2,7 @@ from fsdp_inspect.analysis.step_times import RARE_PARTS, StepPoint, measure_step
 from fsdp_inspect.report.charts.results import draw_step_times
 from fsdp_inspect.statistics import Distribution
 from fsdp_inspect.trace.codes import EventFlag, EventKind
-from tests.builders import RunBuilder, steady_run
+from tests.builders import RunBuilder, run_on, steady_run
 
 
 def run_of_durations(*durations, **manifest):
@@ -42,6 +42,11 @@ def test_the_line_over_steps_shows_warmup_and_memory_steps_as_not_timed():
 def test_a_point_carries_what_that_step_cost():
     point = measure_step_times(steady_run()).over_steps[0]
     assert point == StepPoint(0, 1000, communication_ns=500, exposed_ns=250, is_timed=False)
+
+
+def test_the_communication_of_steps_is_unknown_if_an_import_shows_no_collective():
+    point = measure_step_times(run_on(["a", "b"], source="imported")).over_steps[0]
+    assert (point.communication_ns, point.exposed_ns) == (None, None)
 
 
 def test_steps_with_a_collection_a_compilation_or_an_evaluation_are_marked_and_can_be_hidden():

@@ -115,6 +115,20 @@ def test_the_page_turns_alerts_on_and_shows_them(open_app, stalled, monkeypatch)
     assert "Alert: No step ends any more." in read(app)
 
 
+def test_the_page_keeps_the_limits_that_its_form_does_not_show(open_app, stalled, monkeypatch):
+    rules = tuple(map(AlertRule.parse, ("memory=80%", "memory=95%", "nan")))
+    watch = AlertWatch(stalled, rules)
+    monkeypatch.setattr(alert_watch, "WATCH", watch)
+    monkeypatch.setattr(watch, "_watch", lambda: None)
+    app = open_app(stalled, "live", run="now")
+    app.number_input(key="limit memory").set_value(90)
+    next(each for each in app.button if each.label == "Apply").click().run()
+    assert sorted(map(str, watch.rules)) == ["memory=80%", "memory=90%", "nan"]
+    app.checkbox(key="alert memory").uncheck()
+    next(each for each in app.button if each.label == "Apply").click().run()
+    assert [str(rule) for rule in watch.rules] == ["nan"]
+
+
 @pytest.mark.parametrize(
     ("target", "rules", "problem"),
     [

@@ -193,6 +193,9 @@ def test_runs_and_trends_mark_a_run_whose_plain_steps_take_longer(open_app, tmp_
     assert frame.loc[["slow", "steady"], PLAIN_COLUMN].fillna(0).tolist() == [200.0, 0.0]
     trend = read(open_app(tmp_path, "trends"))
     assert "Plain steps differ clearly from the detailed steps of this chart: `slow`." in trend
+    builders.write_run(run_of(changing(50.0)), tmp_path / "more" / "quick")
+    builders.write_run(run_of(np.full(STEPS, 80.0)), tmp_path / "more" / "steady")
+    assert "Shortest step: 50.0 ms, of `quick`." in read(open_app(tmp_path / "more"))
 
 
 def test_the_page_of_runs_says_that_it_reads_and_goes_on(tmp_path, monkeypatch, slow_reading):

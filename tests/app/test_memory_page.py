@@ -179,7 +179,7 @@ def test_the_live_memory_is_a_flame_of_units_lines_and_categories():
     ((_, bars),) = chart.definitions
     unit, line, category = bars.rows
     assert [bar.text for bar in unit.bars] == ["layers.0", "layers.1"]
-    assert [bar.text for bar in line.bars] == ["model.py:7", "model.py:9", "before the step"]
+    assert [bar.text for bar in line.bars] == ["model.py:7", "model.py:9", "unknown line"]
     assert [bar.end - bar.start for bar in line.bars] == [7 << 20, 2 << 20, 4 << 20]
     edges = [{edge for bar in row.bars for edge in (bar.start, bar.end)} for row in bars.rows]
     assert edges[0] <= edges[1] <= edges[2]

@@ -24,7 +24,7 @@ from fsdp_inspect.trace.host_work import COLLECTION, HostActivity, HostStop
 from tests.analysis.test_plain_steps import changing, run_of
 from tests.app.conftest import HOSTILE_UNIT, OpenApp
 from tests.app.synthetic import MS, make_run, write_run
-from tests.builders import RunBuilder, write_run as write_built
+from tests.builders import RunBuilder, run_on, write_run as write_built
 from tests.cases import mark_slow
 from tests.importing.kineto_traces import TraceWriter, fsdp2_step
 
@@ -208,6 +208,18 @@ def test_overview_says_the_verdict_first_and_then_the_digests_numbers(shown, run
         format_bytes(digest.peak_allocated_bytes),
         "66.0 GiB",  # of 80 GiB, 14 GiB and 1 MiB reserved on rank 1
     ]
+
+
+def test_pages_call_exposed_communication_unknown_if_an_import_shows_no_collective(
+    open_app, tmp_path
+):
+    write_built(run_on(["a", "b"], source="imported"), tmp_path / "import")
+    overview = open_app(tmp_path, "overview", run="import")
+    assert "Exposed communication is unknown" in read(overview)
+    assert "No exposed wait" not in read(overview)
+    [overlap] = [tile for tile in overview.metric if tile.label == "Overlap"]
+    assert overlap.delta == ""
+    assert "No exposed wait" not in read(open_app(tmp_path, "units", run="import"))
 
 
 def test_overview_shows_three_units_and_folds_the_rest(open_app):

@@ -16,6 +16,7 @@ from fsdp_inspect.catalog.index import CATALOG_FOLDER, index_runs
 from fsdp_inspect.errors import CatalogError
 from fsdp_inspect.run import open_run
 from fsdp_inspect.store.folder import list_runs
+from tests.builders import run_on, write_run
 from tests.catalog.conftest import write_small_run
 
 FORK = multiprocessing.get_context("fork")
@@ -52,6 +53,16 @@ def test_the_numbers_equal_those_of_the_summary(runs_folder: Path, catalog: Cata
     assert [row["exposed_ns"] for row in ranks] == [rank.exposed_ns for rank in summary.ranks]
     steps = [row["step_time_ns"] for row in catalog.steps().rows() if row["run"] == "run-0"]
     assert steps == row["step_times_ns"]
+
+
+def test_communication_that_an_import_does_not_show_is_null_in_all_tables(tmp_path: Path) -> None:
+    write_run(run_on(["a", "b"], source="imported"), tmp_path / "run")
+    index_runs(tmp_path)
+    catalog = open_catalog(tmp_path)
+    for table in (catalog.runs(), catalog.ranks(), catalog.steps()):
+        for row in table.rows():
+            assert {value for name, value in row.items() if "exposed" in name} == {None}
+            assert row["communication_ns"] is None
 
 
 def test_a_row_has_the_settings_and_tags_of_the_run(catalog: Catalog) -> None:

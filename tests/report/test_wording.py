@@ -3,21 +3,25 @@ from types import SimpleNamespace
 
 import pytest
 
+from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.plan_check.check import LoopFacts
+from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import MISSING, format_ns
 from fsdp_inspect.metrics import find_metric
+from fsdp_inspect.report.ranks_wording import describe_rank
 from fsdp_inspect.report.wording import (
     define_terms,
     define_words,
     describe_cut,
     describe_main_cause,
     describe_run,
+    describe_step,
     format_change,
     format_error,
     name_backend,
 )
-from tests.builders import steady_run
+from tests.builders import run_on, steady_run
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,14 @@ def test_words_for_waits_are_defined_as_in_the_table_of_metrics():
     assert "(no unit): a collective that no unit or bucket owns" in defined
     assert "Blocking" not in defined
     assert define_words("The step is input-bound.") == ""
+
+
+def test_exposed_communication_that_an_import_does_not_show_is_called_unknown():
+    run = run_on(["a", "b"], source="imported")
+    step = describe_step(measure_breakdown(run).headline)
+    assert step == "Step 0, rank 0: 1 ns. Exposed communication is unknown."
+    rank = describe_rank(measure_ranks(run).ranks[0])
+    assert rank == "Rank 0 (a): 1 ns a step. Its exposed communication and own work are unknown."
 
 
 def test_a_list_that_is_cut_states_the_part_that_it_shows():

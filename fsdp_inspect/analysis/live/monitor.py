@@ -281,12 +281,12 @@ class StepRow:
 
 
 class StepRows:
-    """Follows the lowest rank of a run."""
+    """Follows the lowest rank of a run, into its next attempts, whose steps begin anew."""
 
     def __init__(self, run: StoredRun) -> None:
         """Follow a run that has at least one rank."""
         self._feed = LiveFeed(min(record.rank for record in run.ranks))
-        self._last = -1
+        self._attempt, self._last = run.attempt, -1
 
     def read_new(self, run: StoredRun, *, is_last: bool) -> Iterator[StepRow]:
         """The steps that ended since the last call.
@@ -297,6 +297,8 @@ class StepRows:
                 call, because rows of a step can arrive after the row that ends it.
         """
         status = self._feed.look(run)
+        if run.attempt != self._attempt:
+            self._attempt, self._last = run.attempt, -1
         steps = [step for step in status.view.steps if step.step > self._last]
         for step in steps if is_last else steps[:-1]:
             self._last = step.step

@@ -47,7 +47,7 @@ class LiveRow:
             text_column(
                 "line",
                 "The line of the script that allocated it. Unknown: allocated before the memory "
-                "step.",
+                "step, or by code that is not the script's.",
                 lambda row: row.line or "unknown",
             ),
             value_column("bytes", MetricUnit.BYTES, "Live bytes.", label="allocated"),

@@ -163,7 +163,7 @@ class RankWork:
         count, extra_ns = len(places), _middle(extra[places])
         rank, *others = np.unique(self._work_ns[:, places].argmax(axis=0)).tolist() or (0, 0)
         mean_ns = round(extra_ns * count / self.num_steps)
-        if others or count < 2 or mean_ns < least_ns:
+        if others or count < 2 or extra_ns <= 0 or mean_ns < least_ns:
             return None
         chance = chance_of_most(count, count, self.num_ranks)
         steps = tuple(self._steps[place] for place in places.tolist())

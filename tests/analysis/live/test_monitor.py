@@ -56,6 +56,18 @@ def test_trackers_get_the_tokens_of_all_ranks_as_the_summary_does(tmp_path):
     assert (summed.tokens_per_s, summed.mfu_ratio) == (600, 0.4)
 
 
+def test_trackers_get_the_steps_of_the_next_attempt(tmp_path):
+    path, manifest = tmp_path / "run", make_manifest(warmup_steps=0, memory_steps=[])
+    create_run(path, manifest)
+    first = write_steps(path, 0, num_steps=9)
+    rows = StepRows(open_run(path))
+    assert [row.step for row in rows.read_new(open_run(path), is_last=False)] == [*range(8)]
+    first.close(RunStatus.FAILED, "no memory left")
+    second = write_steps(path, 0, num_steps=4, attempt=create_run(path, manifest))
+    assert [row.step for row in rows.read_new(open_run(path), is_last=False)] == [0, 1, 2]
+    second.close(RunStatus.COMPLETE)
+
+
 def test_live_numbers_are_of_the_last_steps_and_never_of_memory_steps():
     builder = RunBuilder(world_size=1)
     rank = builder.rank(0)

@@ -157,6 +157,9 @@ def test_few_steps_cannot_tell():
     growth = measure_memory_growth(run_of([step * GIB for step in range(1, MIN_STEPS)]))
     assert (growth.grows, growth.p_value) == (None, None)
     assert (growth.first_bytes, growth.last_bytes) == (GIB, 5 * GIB)
+    need = f"it requires {MIN_STEPS} steps with memory after warm-up."
+    assert describe_growth(growth) == f"Growth is unknown after 5 steps: {need}"
+    assert describe_growth(None) == f"Growth is unknown: {need}"
 
 
 def test_falling_memory_is_no_growth():

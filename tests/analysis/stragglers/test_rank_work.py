@@ -61,6 +61,10 @@ def test_equal_work_is_the_longest_of_nobody():
     assert (work.num_longest(0), work.num_longest(1)) == (0, 1)
 
 
+def test_steps_without_a_duration_have_no_rare_work():
+    assert RankWork([member(0, [0] * 3), member(1, [0] * 3)]).find_rare(0, 0.0) is None
+
+
 def test_excess_is_the_median_over_steps_against_the_middle_of_the_others():
     work = RankWork([member(0, [100] * 3), member(1, [110] * 3), member(2, [150, 900, 160])])
     assert work.excess_ns(2) == 60

@@ -264,10 +264,10 @@ def _show_alerts() -> None:
     on = f"{len({rule.name for rule in WATCH.rules})} of {len(RULES)}" if WATCH.rules else "off"
     with st.popover(f"Alerts: {on}", icon=":material/notifications:", key="alerts"):
         with st.form("alert-form", border=False):
-            chosen = [_ask_rule(name) for name in RULES]
+            chosen = [rule for name in RULES for rule in _ask_rule(name)]
             target = _ask_target()
             if st.form_submit_button("Apply"):
-                WATCH.start(folder, [rule for rule in chosen if rule is not None], target)
+                WATCH.start(folder, chosen, target)
                 st.toast("The alerts of this server are changed.")
         for sent in [*WATCH.sent][:_MOST_ALERTS]:
             when = time.strftime("%H:%M:%S", time.localtime(sent.unix_s))
@@ -283,14 +283,16 @@ def _show_news(entry: RunEntry, live: LiveStatus) -> None:
         st.warning(plain(f"Alert: {sent.alert.sentence}"), icon=":material/notifications:")
 
 
-def _ask_rule(name: str) -> AlertRule | None:
-    active = {rule.name: rule for rule in WATCH.rules}
+def _ask_rule(name: str) -> Sequence[AlertRule]:
+    """Ask whether a rule applies, and for its last limit. Its other limits are named, and stay."""
+    active = [*dict.fromkeys(rule for rule in WATCH.rules if rule.name == name)]
+    words = ", also ".join([_RULE_WORDS[name], *map(str, active[:-1])])
     left, right = st.columns([2, 1], vertical_alignment="center")
-    is_on = left.checkbox(_RULE_WORDS[name], value=name in active, key=f"alert {name}")
+    is_on = left.checkbox(plain(words), value=bool(active), key=f"alert {name}")
     usual = RULES[name]
     if usual is None:
-        return AlertRule(name) if is_on else None
-    limit = active[name].limit if name in active else usual
+        return [AlertRule(name)] if is_on else []
+    limit = active[-1].limit if active else usual
     percent = right.number_input(
         f"Limit of {name} (%)",
         min_value=1,
@@ -299,7 +301,7 @@ def _ask_rule(name: str) -> AlertRule | None:
         label_visibility="collapsed",
         key=f"limit {name}",
     )
-    return AlertRule(name, percent / 100) if is_on else None
+    return [*active[:-1], AlertRule(name, percent / 100)] if is_on else []
 
 
 def _ask_target() -> str:

@@ -31,8 +31,8 @@ from fsdp_inspect_app.tables import mib, ms
 _NAMED_RATIO = 0.06
 _INSTANT_RATIO = 0.002
 _MOST, _END = NEUTRAL.colour, palette.SHOWN
-_NO_LINE = "before the step"
-"""The line of memory that the memory step did not see allocated."""
+_NO_LINE = "unknown line"
+"""The name for memory from before the memory step, or of code that is not the script's."""
 _LEAST_LINE, _FEWEST_SMALL = 0.005, 2
 """Lines below this part of the live memory are one box, if there are that many."""
 _MOST_BOXES = 400

@@ -303,7 +303,8 @@ def _show_key_numbers(summary: Summary) -> None:
     times, memory = summary.step_time_ns, summary.memory
     spread = f"{format_ns(times.p10)} to {format_ns(times.p90)}" if times else None
     floor = f"floor {format_ns(summary.floor_ns)}" if summary.floor_ns is not None else None
-    communication = f"of {format_ns(summary.communication_ns)}"
+    whole_ns = summary.communication_ns
+    communication = None if whole_ns is None else f"of {format_ns(whole_ns)}"
     numbers = [
         ("step_time_ns", format_ns(times.typical if times else None), spread),
         ("exposed_ns", format_ns(summary.exposed_ns), floor),
@@ -425,7 +426,8 @@ def _show_owners(run: Run) -> None:
     exposed = summary.exposed
     waits = [owner for owner in exposed.owners if owner.exposed_ns] if exposed else []
     if exposed is None or not waits:
-        show_empty_card("Exposed waits by unit", "No exposed wait.", key="owners")
+        words = "Exposed communication is unknown." if exposed is None else "No exposed wait."
+        show_empty_card("Exposed waits by unit", words, key="owners")
         return
     if exposed.causes_ns:
         causes = _describe_causes(exposed)

@@ -99,7 +99,7 @@ def show_page() -> None:
 
 def _answer(found: KnownRuns) -> str:
     timed = {
-        run: row["step_time_ns"]
+        run: row["plain_step_time_ns"] or row["step_time_ns"]  # of most steps
         for run, row in found.rows.items()
         if row["step_time_ns"] is not None
     }
@@ -110,8 +110,7 @@ def _answer(found: KnownRuns) -> str:
     if len(kinds) > 1 and number == 1:
         return f"{plural(len(timed), 'run')} of different models\\."
     alike = [r for r in timed if (found.rows[r]["model"], found.rows[r]["num_parameters"]) == kind]
-    known = [run for run in alike if found.rows[run]["plain_step_time_ns"] is None]
-    shortest = min(known or alike, key=lambda run: timed[run])
+    shortest = min(alike, key=lambda run: timed[run])
     step = plain(format_ns(timed[shortest]))
     if not found.is_complete:
         return f"Shortest step so far: {step}, of {code(run_name(shortest))}\\."
