@@ -128,8 +128,8 @@ class StepBreakdown:
     """Sum of the exposed parts; None if the import shows no collective."""
     closest_step: int
     """The step of `steps` whose time is closest to `step_time_ns`, as an example."""
-    communication_ns: int
-    """Union of the rank's running collectives. It overlaps the parts."""
+    communication_ns: int | None
+    """Union of the rank's running collectives. It overlaps the parts. None as `exposed_ns`."""
     between_ns: int
     """Time of evaluation and checkpoints before the step, which `step_time_ns` does not contain."""
     host_behind_ns: int = 0
@@ -350,7 +350,7 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
 
 def _as_far_as_known(run: RunSource, described: StepBreakdown) -> StepBreakdown:
     is_unknown = timed_ranks(run).lacks_communication
-    return replace(described, exposed_ns=None) if is_unknown else described
+    return replace(described, exposed_ns=None, communication_ns=None) if is_unknown else described
 
 
 def _split_sums(

@@ -379,7 +379,7 @@ def measure_exposed(
         rank=member.rank,
         num_steps=len(member.typical_steps),
         step_time_ns=step_time,
-        communication_ns=split.communication_ns,
+        communication_ns=split.communication_ns or 0,
         exposed_ns=exposed,
         step_ratio=exposed / step_time if step_time else 0.0,
         backward_gathers_ns=_backward_gathers(member),
