@@ -34,4 +34,4 @@ def steps_around() -> list[Any]:
         if frame.f_code is _AROUND_STEP:
             found.append(frame)
         frame = frame.f_back  # type: ignore[assignment]
-    return [each.f_locals["args"][0] for each in found[1:]]
+    return [args[0] for each in found[1:] if (args := each.f_locals.get("args"))]
