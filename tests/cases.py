@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.errors import InvalidArgument
 
 
 def mark_slow(cases: Iterable[Any], *, but: Collection[Any]) -> list[Any]:
@@ -42,7 +43,13 @@ def wants_slow(request: pytest.FixtureRequest) -> bool:
 
 
 def examples(most: int) -> int:
-    """The number of examples of a property: `most` at night, and at most the default otherwise."""
-    default: int = settings.get_profile("guard").max_examples
+    """The number of examples of a property: `most` at night, and at most the default otherwise.
+
+    A program of `tests.studies` that imports a test module has no session, and no default.
+    """
+    try:
+        default: int = settings.get_profile("guard").max_examples
+    except InvalidArgument:
+        return most
     is_guard = settings.default is not None and settings.default.max_examples == default
     return min(most, default) if is_guard else most
