@@ -88,7 +88,11 @@ def describe_internal(error: BaseException) -> str:
     """An error of the recorder with its place: `an internal error at name:12: ValueError()`."""
     where = traceback.extract_tb(error.__traceback__)
     place = f" at {where[-1].name}:{where[-1].lineno}" if where else ""
-    return f"an internal error{place}: {error!r}"
+    try:
+        described = repr(error)
+    except Exception:  # an error that cannot be described must not reach the training
+        described = type(error).__name__
+    return f"an internal error{place}: {described}"
 
 
 def warn(message: str) -> None:

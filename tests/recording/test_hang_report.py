@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_inspect.recording.patches import describe_internal
 from fsdp_inspect.recording.verdict import tell_place
 from fsdp_inspect.recording.watchdog import print_diagnosis
 from tests.app.synthetic import make_run, write_run
@@ -35,3 +36,11 @@ def test_a_removed_folder_is_said_instead_of_a_command_that_cannot_work(
     said = capsys.readouterr().err
     assert f"the folder {tmp_path / 'gone'} is gone: something removed it" in said
     assert "fsdp-inspect show" not in said
+
+
+def test_an_error_that_cannot_be_described_has_its_class() -> None:
+    class Broken(Exception):
+        def __repr__(self) -> str:
+            raise ValueError
+
+    assert describe_internal(Broken()) == "an internal error: Broken"

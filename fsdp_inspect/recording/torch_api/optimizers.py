@@ -15,9 +15,13 @@ import torch
 
 
 def _code_around_step() -> CodeType | None:
-    """The code with which torch wraps a `step`; None: this version of torch has none."""
-    wrap = getattr(torch.optim.Optimizer, "profile_hook_step", None)
-    return None if wrap is None else getattr(wrap(lambda optimizer: None), "__code__", None)
+    """The code with which torch wraps a `step`; None: this version of torch has another one."""
+    try:
+        wrap: Any = torch.optim.Optimizer.profile_hook_step
+        code = wrap(lambda optimizer: None).__code__
+    except (AttributeError, TypeError):
+        return None
+    return code if isinstance(code, CodeType) else None
 
 
 _AROUND_STEP = _code_around_step()
