@@ -125,10 +125,10 @@ def _judge(trial: Trial, baselines: Sequence[RunSource]) -> TunedPlan:
         verification = verify_prediction(trial.prediction, trial.runs, baselines)
         ruling = verification.ruling
         outcome = verification.outcome() if ruling is not Ruling.NOT_COMPARABLE else None
-    high = verification.measured_change_high if verification else None
-    is_judged = ruling is not Ruling.NOT_COMPARABLE and not (
-        verification is not None and verification.has_other_cause
+    is_known = ruling is not Ruling.NOT_COMPARABLE and not (
+        verification and verification.has_other_cause
     )
+    high = verification.measured_change_high if verification and is_known else None
     return TunedPlan(
         number=trial.number,
         what=trial.prediction.what,
@@ -138,7 +138,7 @@ def _judge(trial: Trial, baselines: Sequence[RunSource]) -> TunedPlan:
         verification=verification,
         outcome=outcome,
         failure=trial.failure,
-        is_faster=is_judged and high is not None and high < 0,
+        is_faster=high is not None and high < 0,
     )
 
 

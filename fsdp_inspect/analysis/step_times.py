@@ -206,6 +206,11 @@ class RankOverlap:
     """None if the import shows no collective."""
 
     @property
+    def own_work_ns(self) -> int | None:
+        """Step time - exposed communication; None if that is unknown."""
+        return None if self.exposed_ns is None else self.step_time_ns - self.exposed_ns
+
+    @property
     def hidden_ns(self) -> int:
         """Communication during which the rank does not wait; 0: none, or unknown."""
         return (self.communication_ns or 0) - (self.exposed_ns or 0)

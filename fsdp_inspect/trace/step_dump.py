@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from fsdp_inspect.errors import FsdpInspectError
 from fsdp_inspect.reading import MAX_JSON_BYTES, InvalidTextError, parse_json, read_regular
+from fsdp_inspect.writing import replace_file
 
 ENVIRONMENT_VARIABLE = "FSDP_INSPECT_EQUIVALENCE"
 """Settings of the dump for the ranks of a command, as `DumpSettings` in JSON."""
@@ -166,10 +167,8 @@ def write_index(dump: StepDump) -> None:
     """Write the index of a dump atomically."""
     fields = asdict(dump)
     del fields["folder"]
-    path = dump.folder / INDEX_FILE
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"version": _VERSION, **fields}))
-    part.replace(path)
+    text = json.dumps({"version": _VERSION, **fields})
+    replace_file(dump.folder / INDEX_FILE, text.encode())
 
 
 def write_progress(folder: Path, progress: Progress) -> None:

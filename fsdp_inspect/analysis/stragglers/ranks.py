@@ -52,7 +52,7 @@ from fsdp_inspect.analysis.step_selection import (
     timed_ranks,
     timed_summary,
 )
-from fsdp_inspect.analysis.step_times import RankOverlap, ratio_of_overlap
+from fsdp_inspect.analysis.step_times import RankOverlap, measure_overlap
 from fsdp_inspect.analysis.stragglers.arrivals import Arrivals, Lateness, find_arrivals
 from fsdp_inspect.analysis.stragglers.dimension_waits import (
     DimensionWait,
@@ -381,35 +381,30 @@ def _message_waits(run: RunSource, members: Sequence[RankSteps]) -> dict[int, in
 
 
 def _rank_rows(run: RunSource, timed: TimedRanks, arrivals: Arrivals) -> tuple[RankRow, ...]:
-    hosts = {record.rank: record.host for record in run.ranks}
     peaks = run.statistics()
     peaks = peaks.where(peaks.kind == StepPart.PEAK_ALLOCATED)
     peak_bytes = dict(zip(peaks.rank.tolist(), peaks.bytes.tolist(), strict=True))
     busiest = _busiest_ratios(timed.members)
     lateness = Lateness(arrivals)
     dimensions = measure_dimensions(run)
-    typical = timed.typical
-    columns = (typical.rank, typical.step_time_ns, typical.communication_ns, typical.exposed_ns)
     return tuple(
         RankRow(
-            rank=rank,
-            host=hosts.get(rank, ""),
-            step_time_ns=step_time,
-            communication_ns=None if timed.lacks_communication else communication,
-            exposed_ns=None if timed.lacks_communication else exposed,
-            overlap_ratio=ratio_of_overlap(exposed, communication),
-            own_work_ns=None if timed.lacks_communication else step_time - exposed,
-            busiest_ratio=busiest[rank],
-            peak_allocated_bytes=peak_bytes.get(rank),
-            last_ratio=lateness.last_ratio(rank),
-            lateness_ns=lateness.typical_ns(rank),
-            shortest_ratio=lateness.shortest_ratio(rank),
-            coordinates=rank_coordinates(run, rank),
-            dimensions=dimensions[rank],
+            rank=row.rank,
+            host=row.host,
+            step_time_ns=row.step_time_ns,
+            communication_ns=row.communication_ns,
+            exposed_ns=row.exposed_ns,
+            overlap_ratio=row.overlap_ratio,
+            own_work_ns=row.own_work_ns,
+            busiest_ratio=busiest[row.rank],
+            peak_allocated_bytes=peak_bytes.get(row.rank),
+            last_ratio=lateness.last_ratio(row.rank),
+            lateness_ns=lateness.typical_ns(row.rank),
+            shortest_ratio=lateness.shortest_ratio(row.rank),
+            coordinates=rank_coordinates(run, row.rank),
+            dimensions=dimensions[row.rank],
         )
-        for rank, step_time, communication, exposed in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
+        for row in measure_overlap(run).ranks
     )
 
 
@@ -606,7 +601,7 @@ def _describe_straggler(run: RunSource, evidence: StragglerEvidence, priced: _Pr
 
 def may_have_late_ranks(ranks: Sequence[RankOverlap]) -> bool:
     """Return whether the extra work of some rank is large enough to make the step longer."""
-    work = [row.step_time_ns - row.exposed_ns for row in ranks if row.exposed_ns is not None]
+    work = [row.own_work_ns for row in ranks if row.own_work_ns is not None]
     median_work, step_time = median(work), median([row.step_time_ns for row in ranks])
     if len(work) < 2 or median_work is None or not step_time:
         return False
