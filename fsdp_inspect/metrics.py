@@ -512,6 +512,18 @@ _ALL = (
         "work of the median other rank instead of its own, (3) the step replayed with its work on "
         "all ranks - the step replayed with the work of the median other rank on all ranks",
     ),
+    Metric(
+        "cost_low_ns",
+        "smallest straggler cost",
+        _NS,
+        "straggler cost in the window of replayed steps where it is smallest",
+    ),
+    Metric(
+        "cost_high_ns",
+        "largest straggler cost",
+        _NS,
+        "straggler cost in the window of replayed steps where it is largest",
+    ),
     Metric("cost_ratio", "straggler cost ratio", _RATIO, "straggler cost / typical step"),
     Metric(
         "imbalance_ns",

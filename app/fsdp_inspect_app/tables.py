@@ -88,7 +88,7 @@ def frame_breakdown(breakdown: StepBreakdown, *, in_kernel_trace: bool = False) 
             percent(part.ratio),
             define_metric(f"{part.name}_ns", in_kernel_trace=in_kernel_trace),
         )
-        for part in breakdown.known_parts
+        for part in breakdown.parts
     ]
     definition = find_metric("step_time_ns").definition
     rows.append(("= step", ms(breakdown.step_time_ns), 100.0, definition))

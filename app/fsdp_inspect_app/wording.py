@@ -70,10 +70,10 @@ def describe_largest_waits(summary: Summary, owners: Sequence[ExposedOwner] = ()
     """
     if summary.step_time_ns is None:
         return "No timed step yet\\."
-    top = max(summary.units, key=lambda unit: unit.exposed_ns, default=None)
+    top = max(summary.units, key=lambda unit: unit.exposed_ns or 0, default=None)
     if top is None:
         return "This model has no FSDP unit\\."
-    if summary.exposed_ns is None:
+    if summary.exposed_ns is None or top.exposed_ns is None:
         return "Exposed communication is unknown\\."
     if top.exposed_ns == 0:
         return plain(f"No exposed wait: all {len(summary.units)} units hide their communication.")

@@ -49,6 +49,7 @@ _KINDS = (
 )
 """The summary rows that a breakdown reads."""
 _OVERLAPPING = (StepPart.COMMUNICATION, StepPart.BETWEEN_STEPS)
+_EXPOSED = "exposed_"
 _IS_EXPOSED = np.isin([int(part) for part in PARTS_OF_STEP], list(EXPOSED_PART_CODES))
 
 
@@ -122,8 +123,8 @@ class StepBreakdown:
     """The step, or the steps behind the mean; ascending."""
     step_time_ns: int
     parts: tuple[PartTime, ...]
-    """The parts in the order of `PARTS_OF_STEP`. Their durations add up to `step_time_ns`
-    exactly."""
+    """The parts in the order of `PARTS_OF_STEP`, without the exposed ones if the import shows no
+    collective. Their durations add up to `step_time_ns` exactly."""
     exposed_ns: int | None
     """Sum of the exposed parts; None if the import shows no collective."""
     closest_step: int
@@ -144,15 +145,6 @@ class StepBreakdown:
         return next(row.duration_ns for row in self.parts if row.name == part.label)
 
     @property
-    def known_parts(self) -> tuple[PartTime, ...]:
-        """The parts, without the exposed ones if the exposed time is unknown."""
-        if self.exposed_ns is not None:
-            return self.parts
-        return tuple(
-            part for part, is_exposed in zip(self.parts, _IS_EXPOSED, strict=True) if not is_exposed
-        )
-
-    @property
     def exposed_ratio(self) -> float | None:
         """The exposed share of the step, 0 to 1; None if the exposed time is unknown."""
         if self.exposed_ns is None:
@@ -163,8 +155,9 @@ class StepBreakdown:
     def exposed_by_kind_ns(self) -> dict[str, int]:
         """The exposed parts by kind of collective, such as `all_gather`."""
         return {
-            part.label.removeprefix("exposed_"): self.duration_ns(part)
-            for part in sorted(EXPOSED_PART_CODES)
+            part.name.removeprefix(_EXPOSED): part.duration_ns
+            for part in self.parts
+            if part.name.startswith(_EXPOSED)
         }
 
 
@@ -349,8 +342,10 @@ def measure_step_breakdown(run: RunSource, *, rank: int, step: int) -> StepBreak
 
 
 def _as_far_as_known(run: RunSource, described: StepBreakdown) -> StepBreakdown:
-    is_unknown = timed_ranks(run).lacks_communication
-    return replace(described, exposed_ns=None, communication_ns=None) if is_unknown else described
+    if not timed_ranks(run).lacks_communication:
+        return described
+    known = tuple(part for part in described.parts if not part.name.startswith(_EXPOSED))
+    return replace(described, parts=known, exposed_ns=None, communication_ns=None)
 
 
 def _split_sums(

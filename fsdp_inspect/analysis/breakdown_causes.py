@@ -74,7 +74,7 @@ class BreakdownCauses(TableResult):
 
     def rows(self) -> Sequence[PartTime]:
         """The known parts of the step in order. They add up to the step."""
-        return self.shown.known_parts if self.shown else ()
+        return self.shown.parts if self.shown else ()
 
 
 def measure_breakdown_causes(

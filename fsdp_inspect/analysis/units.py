@@ -6,14 +6,14 @@ All numbers are per step, in the typical step of one rank ([Note: the typical st
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.analysis.gather_distances import GatherDistances, measure_gather_distances
-from fsdp_inspect.analysis.step_selection import inspected_rank
+from fsdp_inspect.analysis.step_selection import inspected_rank, timed_ranks
 from fsdp_inspect.columns import (
     Column,
     TableSpec,
@@ -80,8 +80,9 @@ class UnitCost:
     reduce_scatter: UnitCollective
     all_reduce: UnitCollective
     """All-reduces under HSDP. The count is 0 without HSDP."""
-    exposed_ns: int
-    """Exposed time of all collectives of the unit, per step."""
+    exposed_ns: int | None
+    """Exposed time of all collectives of the unit, per step; None if the import shows no
+    collective."""
     prefetched_per_step: float
     """All-gathers per step that are issued before their own unit needs them."""
     copies_ns: int | None
@@ -282,6 +283,8 @@ def measure_units(run: RunSource, *, rank: int | None = None) -> UnitCosts:
         )
         for unit in run.manifest.units
     ]
+    if timed_ranks(run).lacks_communication:
+        units = [replace(unit, exposed_ns=None) for unit in units]
     return UnitCosts(
         run_id=run.manifest.run_id,
         source=run.manifest.source,

@@ -471,7 +471,7 @@ def _times(run: RunSource) -> Row:
 
 def _breakdown(run: RunSource) -> Row:
     step = measure_breakdown(run).headline
-    return {f"{part.name}_ns": part.duration_ns for part in step.known_parts} if step else {}
+    return {f"{part.name}_ns": part.duration_ns for part in step.parts} if step else {}
 
 
 def _memory(run: RunSource) -> Row:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -255,7 +256,7 @@ def _plan_model(
     forecasts: bool,
 ) -> "CapacityPlan":
     """Plan a preset or a Hugging Face model, with closed formulas."""
-    from fsdp_inspect.simulation.planning.candidates import Job, fix_candidate, narrow_candidates
+    from fsdp_inspect.simulation.planning.candidates import Job, fix_candidate
     from fsdp_inspect.simulation.planning.search import make_capacity_plan
     from fsdp_inspect.simulation.planning.transformer import load_model
 
@@ -268,13 +269,18 @@ def _plan_model(
         tokens=question.tokens,
         batch_tokens=question.batch_tokens,
     )
-    listed = [fix_candidate(job, settings)] if is_fixed else None
-    if settings and listed is None:
-        listed = narrow_candidates(job, settings)
+    search = partial(
+        make_capacity_plan,
+        job,
+        machine,
+        question.preset,
+        [fix_candidate(job, settings)] if is_fixed else None,
+        settings={} if is_fixed else settings,
+    )
     if not forecasts:
-        return make_capacity_plan(job, machine, question.preset, listed)
+        return search()
     with ModelForecasts(job, question.model) as of_plan:
-        found = make_capacity_plan(job, machine, question.preset, listed, forecast=of_plan)
+        found = search(forecast=of_plan)
     return replace(found, notes=tuple(of_plan.notes))
 
 

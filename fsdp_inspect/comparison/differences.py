@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fsdp_inspect.analysis.breakdown import StepBreakdown
 from fsdp_inspect.analysis.memory.peak import PeakMoment
 from fsdp_inspect.analysis.summary import Summary
 from fsdp_inspect.analysis.units import UnitCollective
 from fsdp_inspect.comparison.noise import Judgement, judge_exact, judge_times
 from fsdp_inspect.comparison.sides import MeasuredRun, MeasuredSide, UnitRow, align_units
 from fsdp_inspect.statistics import median
+from fsdp_inspect.trace.codes import PARTS_OF_STEP
 from fsdp_inspect.trace.mesh_dimensions import order_labels
 from fsdp_inspect.trace.run import Unit
 
@@ -78,7 +78,7 @@ class UnitSide:
     """Sum over the units, with nested units; None if an import records no forward."""
     backward_ns: int | None
     """Sum over the units, like `forward_ns`."""
-    exposed_ns: int
+    exposed_ns: int | None
     all_gather: UnitCollective
     """For several units, counts and exposed time are sums, and numbers of one collective are
     None."""
@@ -166,21 +166,17 @@ def _value(run: MeasuredRun, name: str) -> int | None:
 def compare_parts(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
     """Compare the breakdowns of the typical steps; parts that are 0 on all sides are left out."""
     breakdowns = [side.median_run.summary.breakdown for side in sides]
-    known = next((breakdown for breakdown in breakdowns if breakdown is not None), None)
-    if known is None:
-        return ()
-    rows = [_compare_part(part.name, breakdowns) for part in known.parts]
+    times = [
+        {part.name: part.duration_ns for part in breakdown.parts} if breakdown else {}
+        for breakdown in breakdowns
+    ]
+    names = dict.fromkeys(part.label for part in PARTS_OF_STEP)
+    rows = [_compare_part(name, [own.get(name) for own in times]) for name in names]
     return tuple(row for row in rows if any(row.values_ns))
 
 
-def _compare_part(name: str, breakdowns: Sequence[StepBreakdown | None]) -> PartComparison:
-    values = tuple(
-        None
-        if breakdown is None
-        else next(part.duration_ns for part in breakdown.parts if part.name == name)
-        for breakdown in breakdowns
-    )
-    return PartComparison(name, values, _changes(values))
+def _compare_part(name: str, values: Sequence[int | None]) -> PartComparison:
+    return PartComparison(name, tuple(values), _changes(values))
 
 
 def compare_causes(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
@@ -310,7 +306,7 @@ def _cost_of(units: Sequence[Unit], summary: Summary) -> UnitSide | None:
         fqns=tuple(cost.fqn for cost in own),
         forward_ns=_sum_known([cost.forward_ns for cost in own]),
         backward_ns=_sum_known([cost.backward_ns for cost in own]),
-        exposed_ns=sum(cost.exposed_ns for cost in own),
+        exposed_ns=_sum_known([cost.exposed_ns for cost in own]),
         all_gather=_add_up([cost.all_gather for cost in own]),
         reduce_scatter=_add_up([cost.reduce_scatter for cost in own]),
         all_reduce=_add_up([cost.all_reduce for cost in own]),

@@ -200,9 +200,19 @@ def _meanwhile(straggler: Straggler, num_ranks: int) -> str:
 def _replay(replay: StepReplay, straggler: Straggler) -> str:
     return (
         f"Predicted: if rank {straggler.rank} worked as long as rank {straggler.like_rank}, "
-        f"{_steps(replay.steps)} would take "
+        f"{_steps(replay)} would take "
         f"{format_metric('step_time_ns', replay.replayed_ns - straggler.cost_ns)} a step instead "
-        f"of {format_metric('step_time_ns', replay.replayed_ns)}. {_replay_error(replay)}"
+        f"of {format_metric('step_time_ns', replay.replayed_ns)}.{_cost_range(replay, straggler)} "
+        f"{_replay_error(replay)}"
+    )
+
+
+def _cost_range(replay: StepReplay, straggler: Straggler) -> str:
+    if replay.num_windows == 1:
+        return ""
+    return (
+        f" The cost differs from {format_metric('cost_low_ns', straggler.cost_low_ns)} to "
+        f"{format_metric('cost_high_ns', straggler.cost_high_ns)} between them."
     )
 
 
@@ -249,7 +259,7 @@ def _rare_work(rare: RareWork) -> str:
 
 def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
     cost = format_metric("imbalance_ns", ranks.imbalance_ns)
-    where, rare, others = _steps(replay.steps), ranks.rare_work, ""
+    where, rare, others = _steps(replay), ranks.rare_work, ""
     costs = f"Unequal work costs {cost} a step in {where}"
     if rare is not None:
         inside = len({*rare.steps} & {*replay.steps}) or "None"
@@ -265,7 +275,12 @@ def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
     )
 
 
-def _steps(steps: Sequence[int]) -> str:
+def _steps(replay: StepReplay) -> str:
+    steps = replay.steps
+    if replay.num_windows > 1:
+        length = len(steps) // replay.num_windows
+        where = f"between steps {steps[0]} and {steps[-1]}"
+        return f"{replay.num_windows} windows of {length} steps {where}"
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 

@@ -54,6 +54,8 @@ def straggler(cost_ns=10 * MS, **changes):
         "rank": 4,
         "host": "node-1",
         "cost_ns": cost_ns,
+        "cost_low_ns": cost_ns,
+        "cost_high_ns": cost_ns,
         "last_ratio": 0.861,
         "late_ns": 2 * MS,
         "phase": "backward",

@@ -284,7 +284,7 @@ def _replay_cost(
             f"each of {format_ranks(ranks)} works longer than every other rank, but the cost is "
             "unknown: their steps cannot be replayed."
         )
-    cost = min(priced[0], excess_ns)
+    cost = min(priced.cost_ns, excess_ns)
     is_small = cost < replay.error_ratio * evidence.step_time_ns
     if cost >= evidence.least_cost_ns and (replay.error_ratio > MAX_ERROR_RATIO or is_small):
         return 0, (

@@ -20,6 +20,7 @@ gets the program of another rank.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,10 +136,9 @@ class Replay:
         ends = world.run()
         return None if ends is None else _step_time(ends, world.start_ns)
 
-    def typical_of(self, others: Sequence[int]) -> int:
-        """Return the rank with the median total work among these ranks."""
-        by_work = sorted(others, key=lambda rank: (self._programs[rank].work_ns, rank))
-        return by_work[(len(by_work) - 1) // 2]
+    def work_ns(self, rank: int) -> int:
+        """Return the total work of a rank."""
+        return self._programs[rank].work_ns
 
     def _keys(self, program: Program, rank: int) -> list[int]:
         """Return the keys of a program's collectives if this rank runs the program."""
@@ -471,39 +471,60 @@ class _World:
 
 @dataclass(frozen=True, slots=True)
 class StepReplay:
-    """The recorded steps, replayed on all sampled ranks."""
+    """The recorded steps of some windows, replayed on all sampled ranks."""
 
     steps: tuple[int, ...]
+    num_windows: int
+    """The sequences of consecutive steps that these steps form."""
     recorded_ns: int
-    """Duration of a recorded step, until the last rank ends it."""
+    """Duration of a recorded step, until the last rank ends it; the mean over the windows."""
     replayed_ns: int
     error_ratio: float
-    """|replayed - recorded| / recorded, for the steps that supplied the replay. It checks the order
-    of events in the replay. It is not the error of a prediction."""
+    """|replayed - recorded| / recorded, for the steps that supplied the replay, as the mean over
+    the windows. It checks the order of events in the replay. It is not the error of a
+    prediction."""
     balanced_ns: int
     """Duration of a step with equal work on all ranks: the mean over the ranks of the step in which
     all of them work like that rank. The total work is then as recorded."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayedCost:
+    """What the extra work of some ranks costs per step."""
+
+    cost_ns: int
+    low_ns: int
+    """The smallest cost of a window."""
+    high_ns: int
+    """The largest cost of a window."""
+    like_rank: int
+    """The rank that they are compared with."""
+
+
 class RankPricing:
-    """Replays the recorded steps, once as recorded and then without the extra work of ranks."""
+    """Replays windows of recorded steps, as recorded and then without the extra work of ranks."""
 
     def __init__(
-        self, run: RunSource, ranks: Sequence[int], steps: Sequence[int], alignment: Alignment
+        self,
+        run: RunSource,
+        ranks: Sequence[int],
+        windows: Sequence[Sequence[int]],
+        alignment: Alignment,
     ):
         self.refusals: list[str] = []
         self.result: StepReplay | None = None
-        programs = read_programs(run, ranks, steps, alignment) if steps else []
-        self._ranks = [program.rank for program in programs]
-        self._replay = Replay(run, programs)
-        if len(programs) > 1:
-            self._price_all(tuple(steps))
+        programs = [read_programs(run, ranks, steps, alignment) for steps in windows]
+        self._ranks = [program.rank for program in max(programs, key=len, default=[])]
+        whole = [len(of_window) == len(self._ranks) for of_window in programs]
+        self._replays = [Replay(run, of_window) for of_window in compress(programs, whole)]
+        if len(self._ranks) > 1:
+            self._price_all([step for steps in compress(windows, whole) for step in steps])
 
-    def without(self, ranks: Collection[int]) -> tuple[int, int] | None:
-        """Compute the cost of extra work of ranks per step, and the rank they are compared with.
+    def without(self, ranks: Collection[int]) -> ReplayedCost | None:
+        """Compute the cost of extra work of ranks per step.
 
         The comparison uses the median rank, by work, of the other ranks. The cost is the smaller of
-        two differences:
+        two differences, each the mean over the windows:
 
         - The replayed step - the replayed step in which the ranks have the work of the median rank.
           It is small if other ranks are equally late.
@@ -518,23 +539,50 @@ class RankPricing:
         others = [rank for rank in self._ranks if rank not in ranks]
         if self.result is None or not own or not others:
             return None
-        like, typical = self._replay.typical_of(others), self._replay.typical_of(own)
-        replaced = self._replay.step_time_ns(dict.fromkeys(own, like))
-        slow = self._replay.step_time_ns(dict.fromkeys(self._ranks, typical))
-        fast = self._replay.step_time_ns(dict.fromkeys(self._ranks, like))
-        if replaced is None or slow is None or fast is None:
-            return None
-        return min(self.result.replayed_ns - replaced, slow - fast), like
+        like, typical = self._typical_of(others), self._typical_of(own)
+        differences = []
+        for replay in self._replays:
+            replayed, replaced, slow, fast = (
+                replay.step_time_ns(donors)
+                for donors in (
+                    None,
+                    dict.fromkeys(own, like),
+                    dict.fromkeys(self._ranks, typical),
+                    dict.fromkeys(self._ranks, like),
+                )
+            )
+            if replayed is None or replaced is None or slow is None or fast is None:
+                return None
+            differences.append((replayed - replaced, slow - fast))
+        smallest = [min(each) for each in differences]
+        cost = round(min(np.mean(differences, axis=0)))
+        return ReplayedCost(cost, min(smallest), max(smallest), like)
 
-    def _price_all(self, steps: tuple[int, ...]) -> None:
-        recorded, replayed = self._replay.recorded_ns, self._replay.step_time_ns()
-        alone = [self._replay.step_time_ns(only=rank) for rank in self._ranks]
+    def _typical_of(self, ranks: Sequence[int]) -> int:
+        """Return the rank with the median work in all windows among these ranks."""
+        by_work = sorted(
+            ranks, key=lambda rank: (sum(each.work_ns(rank) for each in self._replays), rank)
+        )
+        return by_work[(len(by_work) - 1) // 2]
+
+    def _price_all(self, steps: Sequence[int]) -> None:
+        recorded = [replay.recorded_ns for replay in self._replays]
+        replayed = [replay.step_time_ns() for replay in self._replays]
+        alone = [replay.step_time_ns(only=rank) for replay in self._replays for rank in self._ranks]
+        known = [time for time in replayed if time is not None]
         equal = [time for time in alone if time is not None]
-        if replayed is None or len(equal) < len(alone) or recorded <= 0:
+        if len(known) < len(replayed) or len(equal) < len(alone) or min(recorded) <= 0:
             self.refusals.append(
                 "The recorded steps cannot be replayed, because a rank waits for a collective that "
                 "the other ranks never issue. The cost of late ranks is unknown."
             )
             return
-        error = abs(replayed - recorded) / recorded
-        self.result = StepReplay(steps, recorded, replayed, error, round(sum(equal) / len(equal)))
+        errors = [abs(one - other) / other for one, other in zip(known, recorded, strict=True)]
+        self.result = StepReplay(
+            steps=tuple(steps),
+            num_windows=len(recorded),
+            recorded_ns=round(np.mean(recorded)),
+            replayed_ns=round(np.mean(known)),
+            error_ratio=float(np.mean(errors)),
+            balanced_ns=round(np.mean(equal)),
+        )

@@ -13,7 +13,7 @@ sets takes the place of N.
 import math
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,12 +224,21 @@ def spread(values: Sequence[int], most: int) -> list[int]:
     return [values[round(place)] for place in np.linspace(0, len(values) - 1, most).tolist()]
 
 
-def consecutive(steps: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` consecutive steps, from the middle of the longest sequence."""
+def windows_of(steps: Sequence[int], length: int, most: int) -> list[list[int]]:
+    """Return at most `most` windows of `length` consecutive steps, evenly spread over the steps.
+
+    If no sequence is that long, the only window is the longest one.
+    """
     runs = [
         [step for _, step in members]
         for _, members in groupby(enumerate(steps), key=lambda entry: entry[1] - entry[0])
     ]
-    longest = max(runs, key=len, default=[])
-    first = max(0, (len(longest) - most) // 2)
-    return longest[first : first + most]
+    windows = [
+        run[first : first + length]
+        for run in runs
+        for first in range(len(run) % length // 2, len(run) - length + 1, length)
+    ]
+    if not windows:
+        return [max(runs, key=len)] if runs else []
+    middles = np.linspace(0, len(windows), min(most, len(windows)) + 1)
+    return [windows[int((low + high) / 2)] for low, high in pairwise(middles)]

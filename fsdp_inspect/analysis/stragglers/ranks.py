@@ -67,15 +67,15 @@ from fsdp_inspect.analysis.stragglers.evidence import (
     find_slow_group,
 )
 from fsdp_inspect.analysis.stragglers.expert_load import ExpertLoad, measure_expert_load
-from fsdp_inspect.analysis.stragglers.rank_replay import RankPricing, StepReplay
+from fsdp_inspect.analysis.stragglers.rank_replay import RankPricing, ReplayedCost, StepReplay
 from fsdp_inspect.analysis.stragglers.rank_work import (
     MAX_CHANCE,
     RankWork,
     common_steps,
-    consecutive,
     sample_ranks,
     spread,
     steps_to_tell,
+    windows_of,
 )
 from fsdp_inspect.analysis.trust import Trust, find_extra_run_delay, measure_trust
 from fsdp_inspect.analysis.verdict import STRAGGLER_RATIO, RareWork, SlowGroup, Straggler
@@ -100,7 +100,10 @@ _Int64 = NDArray[np.int64]
 
 MAX_SAMPLED_RANKS = 48
 MAX_SAMPLED_STEPS = 8
-MAX_REPLAYED_STEPS = 4
+STEPS_OF_WINDOW = 4
+MAX_WINDOWS = 5
+MAX_REPLAYED_RANKS = 64
+"""Ranks times windows; it limits the time of the search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +323,10 @@ def _measure_ranks(run: RunSource) -> Ranks:
     sampled_steps = spread(steps, MAX_SAMPLED_STEPS)
     alignment = align_clocks(run, sample)
     arrivals = find_arrivals(run, sample, sampled_steps, alignment)
-    replayed = consecutive(steps, MAX_REPLAYED_STEPS)
+    num_windows = max(1, min(MAX_WINDOWS, MAX_REPLAYED_RANKS // max(1, len(sample))))
+    windows = windows_of(steps, STEPS_OF_WINDOW, num_windows)
     rows = _rank_rows(run, timed, arrivals)
-    pricing = RankPricing(run, sample, replayed, alignment)
+    pricing = RankPricing(run, sample, windows, alignment)
     step_time = timed.median.typical(timed.median.step_time_ns) if timed.median else None
     evidence = StragglerEvidence(
         tuple(row.rank for row in rows),
@@ -473,8 +477,7 @@ def _measure_skews(run: RunSource, arrivals: Arrivals) -> tuple[CollectiveSkew, 
 @dataclass(frozen=True, slots=True)
 class _Priced:
     row: RankRow
-    like_rank: int
-    cost_ns: int
+    cost: ReplayedCost
 
 
 def _find_straggler(
@@ -499,7 +502,7 @@ def _find_straggler(
             f"rank {row.rank} works longest in most steps, but its cost is unknown: its clock is "
             "not aligned, or its steps cannot be replayed."
         )
-    cost = min(priced[0], work.excess_ns(row.rank))
+    cost = min(priced.cost_ns, work.excess_ns(row.rank))
     if cost < evidence.least_cost_ns:
         return None, _judge_messages(evidence, row.rank)
     if not evidence.are_waited_for([row.rank]):
@@ -514,7 +517,8 @@ def _find_straggler(
             f"the cost of rank {row.rank} is unknown, because the replay misses the recorded step "
             f"by {format_ratio(replay.error_ratio)}."
         )
-    return _Priced(row, priced[1], cost), None
+    low, high = min(priced.low_ns, cost), max(priced.high_ns, cost)
+    return _Priced(row, replace(priced, cost_ns=cost, low_ns=low, high_ns=high)), None
 
 
 def _find_missing_core(
@@ -583,9 +587,11 @@ def _describe_straggler(run: RunSource, evidence: StragglerEvidence, priced: _Pr
         phase=phase,
         meanwhile=meanwhile,
         meanwhile_ns=meanwhile_ns,
-        like_rank=priced.like_rank,
-        cost_ns=priced.cost_ns,
-        cost_ratio=priced.cost_ns / evidence.step_time_ns,
+        like_rank=priced.cost.like_rank,
+        cost_ns=priced.cost.cost_ns,
+        cost_low_ns=priced.cost.low_ns,
+        cost_high_ns=priced.cost.high_ns,
+        cost_ratio=priced.cost.cost_ns / evidence.step_time_ns,
         between_ns=evidence.extra_between_ns([row.rank]),
         waits_ns=waits_for(run, evidence.aligned, row.rank, evidence.uncertainty_ns),
     )

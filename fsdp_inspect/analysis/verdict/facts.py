@@ -89,6 +89,11 @@ class Straggler:
     replay."""
     cost_ns: int
     """Decrease of the typical step without the straggler's systematic extra work."""
+    cost_low_ns: int
+    """The smallest decrease in a window of replayed steps. The window, not the typical step, has
+    it; with one window, it is the cost."""
+    cost_high_ns: int
+    """The largest decrease in a window."""
     cost_ratio: float
     """Cost / typical step of the median rank, as in the verdict."""
     waits_ns: dict[str, int]

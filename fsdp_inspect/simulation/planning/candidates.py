@@ -201,7 +201,7 @@ def fix_candidate(job: Job, given: Mapping[str, Any]) -> Candidate:
     return replace(candidate, microbatches=count)
 
 
-_MESH = ("tensor_parallel", "replicas", "microbatches")
+_MESH = ("tensor_parallel", "replicas")
 
 
 def narrow_candidates(job: Job, given: Mapping[str, Any]) -> list[Candidate]:
@@ -212,7 +212,8 @@ def narrow_candidates(job: Job, given: Mapping[str, Any]) -> list[Candidate]:
     """
     read_candidate(given)
     sizes = (given["batch_size"],) if "batch_size" in given else BATCH_SIZES
-    fixed = [name for name in _MESH if name in given]
+    of_batch = () if job.batch_tokens is None else ("microbatches",)
+    fixed = [name for name in (*_MESH, *of_batch) if name in given]
     listed = (
         replace(each, **given)
         for each in list_candidates(job, batch_sizes=sizes)

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from fsdp_inspect.analysis.memory.fit import FitVerdict
@@ -29,7 +30,7 @@ from fsdp_inspect.simulation.planning.candidates import (
     BuilderCandidate,
     Candidate,
     Job,
-    list_candidates,
+    narrow_candidates,
 )
 from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
 from fsdp_inspect.simulation.planning.machines import PlannedMachine
@@ -448,6 +449,7 @@ def make_capacity_plan(
     preset: str,
     candidates: Sequence[Candidate] | None = None,
     forecast: Callable[[Candidate], ForecastStep | None] | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> CapacityPlan:
     """Find the fastest plan that fits a budget.
 
@@ -455,14 +457,16 @@ def make_capacity_plan(
         job: The training.
         machine: The machines with their budgets.
         preset: The name of the machines' preset.
-        candidates: The plans to compare; None: all.
+        candidates: The plans to compare; None: all that have the settings.
         forecast: Makes the forecast of a plan to report, or returns None; None: there is none.
+        settings: The settings that each plan has, by name.
 
     Raises:
-        ConfigError: No candidate has the requested batch, or the preset has too few GPUs.
+        ConfigError: No candidate has the requested batch, the preset has too few GPUs, or a setting
+            is invalid.
     """
     machine.speed.links.ring(job.gpus, 1)  # rejects a preset without a network
-    listed = list(list_candidates(job)) if candidates is None else list(candidates)
+    listed = narrow_candidates(job, settings) if candidates is None else list(candidates)
     if not listed:
         raise ConfigError(
             f"Invalid --batch-tokens {job.batch_tokens}: no microbatch of {BATCH_SIZES[0]} to "
@@ -473,7 +477,11 @@ def make_capacity_plan(
     for candidate in listed[:1]:  # settings of kernels are not searched: all have the same
         _check_kernels(candidate, machine.speed.gpu)
     found = search(FormulaPredictor(job, machine, forecast), listed)
-    best = None if found.best is None else found.best.candidate
+    best, shortfall = None, None
+    if found.best is not None:
+        best = found.best.candidate
+    else:
+        shortfall = _find_shortfall(machine, _Compared(job, listed, settings), found.given)
     if best is None and len(listed) == 1:
         best = listed[0]  # a given plan is written whether it fits or not
     return CapacityPlan(
@@ -487,7 +495,7 @@ def make_capacity_plan(
         memory_bytes=machine.memory_bytes,
         host_memory_bytes=machine.host_bytes,
         found=found,
-        shortfall=None if found.best else _find_shortfall(job, machine, listed, found.given),
+        shortfall=shortfall,
         notes=(),
         plan=plan_of(job, best) if isinstance(best, Candidate) else None,
         job=job,
@@ -531,16 +539,40 @@ _SMALLER: tuple[Mapping[str, Any], ...] = (
 """Changes of a training, from the smallest: how it computes comes before what it trains."""
 
 
-def _find_change(
-    job: Job, machine: PlannedMachine, compared: Sequence[Candidate]
-) -> tuple[Candidate | None, float]:
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """The plans of a search."""
+
+    job: Job
+    candidates: Sequence[Candidate]
+    settings: Mapping[str, Any]
+    """The settings that all of them have."""
+
+    def least(self, job: Job) -> list[Candidate]:
+        """The candidates of a job with the least memory: each mesh, also with offload."""
+        return narrow_candidates(job, {**_LEAST, **self.settings})
+
+
+_LEAST: Mapping[str, Any] = {
+    "batch_size": BATCH_SIZES[0],
+    "checkpointing": "full",
+    "reshard_after_forward": True,
+    "blocks_per_unit": 1,
+    "prefetch": 0,
+    "param_dtype": "bfloat16",
+    "replicas": 1,
+}
+
+
+def _find_change(machine: PlannedMachine, compared: _Compared) -> tuple[Candidate | None, float]:
     """The smallest change of a plan that fits, with its memory; offload, which is slow, last.
 
     Of several compared plans, none of which fits, those with the least memory are changed.
     """
-    layouts = sorted(_least(job), key=lambda each: (each.offload, each.tensor_parallel))
-    excluded = frozenset(compared)
-    for base in compared if len(compared) == 1 else layouts:
+    job, candidates = compared.job, compared.candidates
+    layouts = sorted(compared.least(job), key=lambda each: (each.offload, each.tensor_parallel))
+    excluded = frozenset(candidates)
+    for base in candidates if len(candidates) == 1 else layouts:
         for changed in (replace(base, **changes) for changes in _SMALLER):
             if changed in excluded:
                 continue
@@ -551,22 +583,20 @@ def _find_change(
 
 
 def _find_shortfall(
-    job: Job,
-    machine: PlannedMachine,
-    compared: Sequence[Candidate],
-    given: PlanPrediction | None,
+    machine: PlannedMachine, compared: _Compared, given: PlanPrediction | None
 ) -> Shortfall:
     """What lets the given plan fit, the only compared one; None: what lets any plan fit."""
-    evaluated = None if given is None else compared[0]
+    job = compared.job
+    evaluated = None if given is None else compared.candidates[0]
     gpus: int | None = None
     size = job.gpus * 2
     while size <= machine.most_gpus and gpus is None:
-        smallest = _smallest(job, machine, size, evaluated)
+        smallest = _smallest(machine, compared, size, evaluated)
         if any(memory.verdict is FitVerdict.FITS for memory in smallest):
             gpus = size
         size *= 2
     if given is None:
-        memories = _smallest(job, machine, job.gpus, None)
+        memories = _smallest(machine, compared, job.gpus, None)
         needs = [(memory.device.high, memory.host.high) for memory in memories]
     else:
         needs = [(given.device_bytes.high, given.host_bytes.high)]
@@ -577,31 +607,16 @@ def _find_shortfall(
         min(devices, default=None),
         gpus,
         min(hosts, default=None),
-        *_find_change(job, machine, compared),
+        *_find_change(machine, compared),
     )
 
 
 def _smallest(
-    job: Job, machine: PlannedMachine, gpus: int, given: Candidate | None
+    machine: PlannedMachine, compared: _Compared, gpus: int, given: Candidate | None
 ) -> Iterator[PlannedMemory]:
     """The memory on a number of GPUs of the given plan, or of the candidates with the least."""
-    larger = replace(job, gpus=gpus, batch_tokens=None)
+    larger = replace(compared.job, gpus=gpus, batch_tokens=None)
     if given is not None and not given.is_sharded:
         given = replace(given, replicas=gpus // given.ranks_of_sequences)
-    candidates = _least(larger) if given is None else [given]
+    candidates = compared.least(larger) if given is None else [given]
     return (predict_memory(larger, machine, candidate) for candidate in candidates)
-
-
-def _least(job: Job) -> Iterator[Candidate]:
-    """The candidates with the least memory: each mesh without replicas, also with offload."""
-    for candidate in list_candidates(job, batch_sizes=BATCH_SIZES[:1]):
-        is_small = (
-            candidate.checkpointing == "full"
-            and candidate.reshard_after_forward
-            and candidate.blocks_per_unit == 1
-            and candidate.prefetch == 0
-            and candidate.param_dtype == "bfloat16"
-            and candidate.replicas == 1
-        )
-        if is_small:
-            yield candidate

@@ -186,6 +186,33 @@ def test_the_smallest_change_of_several_plans_is_none_of_them():
     assert found.shortfall.change == Candidate(checkpointing="full")
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"attention": "flash1"}, id="attention"),
+        pytest.param({"param_dtype": "float32", "batch_size": 2}, id="dtype and batch"),
+        pytest.param({"microbatches": 4, "tensor_parallel": 1}, id="microbatches"),
+    ],
+)
+def test_what_is_missing_is_that_of_plans_with_the_given_settings(settings):
+    job = make_job("llama-8b", num_layers=3, seq_len=4096)
+
+    def plan(gib):
+        machine = make_machine("h100-nvlink", memory_bytes=round(gib * GIB))
+        return make_capacity_plan(job, machine, "h100-nvlink", settings=settings)
+
+    found = plan(1).shortfall
+
+    assert found is not None
+    assert found.memory_bytes is not None
+    fits = plan(found.memory_bytes / GIB + 0.01).found.best
+    assert fits is not None
+    assert {name: getattr(fits.candidate, name) for name in settings} == settings
+    assert plan(found.memory_bytes / GIB - 0.01).found.best is None
+    change = plan(found.memory_bytes / GIB - 0.5).shortfall.change
+    assert change is None or "attention" not in settings or change.attention == "flash1"
+
+
 def test_every_value_is_inside_its_interval_and_has_an_assumption():
     job = make_job("llama-8b", num_layers=3)
     prediction = predict(job, make_machine("h100-nvlink"), Candidate(offload=True))

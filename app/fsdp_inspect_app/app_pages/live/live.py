@@ -295,13 +295,15 @@ def _ask_rule(name: str) -> Sequence[AlertRule]:
     limit = active[-1].limit if active else usual
     percent = right.number_input(
         f"Limit of {name} (%)",
-        min_value=1,
-        max_value=1000,
-        value=round(100 * (limit or usual)),
+        min_value=0.01,
+        max_value=1000.0,
+        value=round(100 * (limit or usual), 4),
+        step=1.0,
+        format="%g",
         label_visibility="collapsed",
         key=f"limit {name}",
     )
-    return [*active[:-1], AlertRule(name, percent / 100)] if is_on else []
+    return [*active[:-1], AlertRule(name, round(percent / 100, 6))] if is_on else []
 
 
 def _ask_target() -> str:

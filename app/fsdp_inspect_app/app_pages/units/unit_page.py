@@ -121,6 +121,8 @@ def _describe_waits(unit: UnitCost, waits: RankWaits | None, summary: Summary) -
         return f"The waits of {name} cannot be read\\."
     if waits.exposed is None or summary.step_time_ns is None:
         return f"{name}: no timed step yet\\."
+    if unit.exposed_ns is None:
+        return f"{name}: its exposed wait is unknown, because the import shows no collective\\."
     if unit.exposed_ns == 0:
         return f"{name}: no exposed wait\\."
     mostly = describe_main_cause(waits.exposed.owners, is_headline=True)
