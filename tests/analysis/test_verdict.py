@@ -217,6 +217,19 @@ def test_the_limit_is_the_largest_share_above_its_threshold(changes, limit):
     assert give_verdict(facts(**changes)).limit is limit
 
 
+def test_a_host_that_comes_first_does_not_hide_longer_waits():
+    verdict = give_verdict(facts(host_bound_ns=12 * MS, exposed_ns=40 * MS))
+    assert "Communication is exposed for 40.0 ms, which is more." in verdict.why
+    assert "exposed" not in give_verdict(facts(host_bound_ns=12 * MS, exposed_ns=5 * MS)).why
+
+
+def test_latency_is_not_told_from_waits_for_ranks_that_are_not_recorded():
+    known = {"exposed_ns": 40 * MS, "latency_ns": 35 * MS, "num_units": 4}
+    assert give_verdict(facts(**known)).limit is Limit.LATENCY
+    partly = facts(**known, trust=Trust(missing_ranks=(1, 2)))
+    assert give_verdict(partly).limit is Limit.COMMUNICATION
+
+
 def test_the_floor_is_never_offered_as_a_gain():
     verdict = give_verdict(facts(exposed_ns=20 * MS, floor_ns=17 * MS))
     assert verdict.limit is Limit.COMPUTE

@@ -84,6 +84,8 @@ def test_communication_that_a_log_cannot_show_is_unknown_and_not_0(tmp_path: Pat
     names = ("communication_ns", "exposed_ns", "floor_ns", "communication_bytes", "exposed")
     assert [summary[name] for name in names] == [None] * len(names)
     assert summary["breakdown"]["exposed_ns"] is None
+    assert not [part for part in summary["breakdown"]["parts"] if "exposed" in part["name"]]
+    assert {unit["exposed_ns"] for unit in summary["units"]} <= {None}
     for row in json.loads(invoke("show", run, "ranks", "--json").out)["ranks"]:
         assert (row["exposed_ns"], row["own_work_ns"]) == (None, None)
     assert "unknown" in invoke("show", run, "exposed").out.splitlines()[0]

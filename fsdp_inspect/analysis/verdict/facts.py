@@ -315,6 +315,11 @@ class StepFacts:
         return max(self.host_bound_ns, min(self.host_behind_ns, without_kernel))
 
     @property
+    def known_latency_ns(self) -> int:
+        """The exposed latency that larger units save; 0 if it may be waits for other ranks."""
+        return self.latency_ns if self.num_units > 1 and not self.trust.missing_ranks else 0
+
+    @property
     def collection_cost_ns(self) -> int:
         """Garbage collections of the step, or of the rank for which the others wait."""
         is_collection = self.stop is not None and self.stop.what == COLLECTION
@@ -578,7 +583,7 @@ def _part_of_communication(facts: StepFacts, limit: Limit) -> Limit:
             MAIN_PART_RATIO,
             {
                 Limit.FIRST_GATHER: first,
-                Limit.LATENCY: facts.latency_ns if facts.num_units > 1 else 0,
+                Limit.LATENCY: facts.known_latency_ns,
             },
         ),
     ):

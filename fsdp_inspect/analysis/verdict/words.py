@@ -252,6 +252,11 @@ def _phrase_host(facts: StepFacts) -> Words:
         )
     if facts.device_idle_ns > facts.host_bound_ns:
         return (*_phrase_idle_device(facts), tuple(steps))
+    if facts.exposed_ns > facts.host_bound_ns:
+        why += (
+            f" Communication is exposed for {format_ns(facts.exposed_ns)}, which is more. A late "
+            "host of any rank makes it longer: make the hosts faster first, and record again."
+        )
     sentence = f"The step is host-bound for {_ratio(facts, facts.host_bound_ns)} of its time."
     because = f"The host has not issued work while the compute stream is idle{_on_rank(facts)}."
     if facts.is_kernel_trace:
@@ -902,12 +907,14 @@ def _phrase_compute(facts: StepFacts) -> Words:
             (_advise_kernels(kernels), _say_plan_gain(facts)),
         )
     place = "outside all units" if most.fqn is None else f"in {format_unit(most.fqn)}"
+    if most.phase in PHASES_BY_NAME:
+        place += f" in {most.phase}"
     return (
         f"Compute-bound: unfused elementwise kernels cost {format_ratio(share)} of the step.",
         f"Fused kernels save up to {format_ns(kernels.fusable_ns)} a step.",
         f"{why} Elementwise kernels run one after the other on the same data. One kernel for each "
         f"such run saves up to {format_ns(kernels.fusable_ns)} of {format_ns(kernels.step_ns)}, "
-        f"most of it {place} in {most.phase}. {reached} {exposed}",
+        f"most of it {place}. {reached} {exposed}",
         (
             "Compile the blocks (torch.compile), or use fused kernels for norms, activations and "
             "the loss.",
