@@ -475,8 +475,13 @@ def _shard(evidence: Evidence, memory: WholeMemory) -> Iterator[Finding]:
         "R35",
         (),
         f"Sharding would free at most {format_bytes(freed)} on each rank.",
-        f"{memory.parts}. FSDP divides all but the last of these by {memory.num_ranks}.",
-        ("If memory limits the batch or the model, shard it with fully_shard.",),
+        f"{memory.parts}. FSDP divides parameters, gradients and optimizer state by "
+        f"{memory.num_ranks}{', and has no buckets' if memory.bucket_bytes else ''}.",
+        (
+            "If memory limits the batch or the model, shard it with fully_shard instead of "
+            "DistributedDataParallel. Where a framework wraps the model (Transformers, Accelerate, "
+            "Lightning), use its settings for FSDP, not this code.",
+        ),
         effect=Effect(
             sentence=memory.sentence,
             added_low_bytes=-freed,

@@ -59,6 +59,8 @@ class WholeMemory:
     """Whether the run shards the model. The memory is then that of DDP instead."""
     num_frozen: int = 0
     """The parameters that no bucket of DDP has. They count as float32 among the parameters."""
+    bucket_bytes: int = 0
+    """The buckets of the recorded DDP, which hold a copy of the gradients. FSDP has none."""
 
     @property
     def state_bytes(self) -> int | None:
@@ -77,7 +79,9 @@ class WholeMemory:
     def freed_bytes(self) -> int | None:
         """The memory that sharding frees on each rank, without the units that it gathers."""
         state = self.state_bytes
-        return None if state is None else state - math.ceil(state / self.num_ranks)
+        if state is None:
+            return None
+        return state - math.ceil(state / self.num_ranks) + self.bucket_bytes
 
     @property
     def verdict(self) -> FitVerdict:
@@ -98,6 +102,7 @@ class WholeMemory:
             "parameters": self.parameter_bytes,
             "gradients": self.gradient_bytes,
             "optimizer state": self.optimizer_bytes,
+            "buckets": self.bucket_bytes or None,
             "activations and the rest": self.other_bytes,
         }
         return ", ".join(
@@ -110,7 +115,10 @@ class WholeMemory:
                 "Whether the model fits one device without sharding: cannot tell, because no "
                 "memory step shows the optimizer state and the activations."
             )
-        needs = f"Without sharding, each rank needs about {format_bytes(self.total_bytes)}"
+        needs = (
+            f"Without sharding, each rank needs about {format_bytes(self.total_bytes)} (DDP with "
+            "gradient_as_bucket_view=True)"
+        )
         if self.device_bytes is None:
             return (
                 f"{needs}. Whether it fits: cannot tell, because the memory of the device is "
@@ -187,20 +195,21 @@ def measure_whole_memory(
     if optimizer is not None:
         optimizer = copies * (optimizer - outside.optimizer_bytes) + outside.optimizer_bytes
     of_frozen = frozen * ITEMSIZE["float32"] + outside.parameter_bytes
+    gradients = copies * sum(
+        unit.sharded_bytes * unit.num_trainable_parameters // max(unit.num_parameters, 1)
+        for unit in manifest.units
+    )
+    has_buckets = manifest.observed.get("gradient_as_bucket_view") == "False"
     return WholeMemory(
         num_ranks=num_ranks,
         parameter_bytes=copies * sum(unit.sharded_bytes for unit in manifest.units) + of_frozen,
-        gradient_bytes=outside.gradient_bytes
-        + copies
-        * sum(
-            unit.sharded_bytes * unit.num_trainable_parameters // max(unit.num_parameters, 1)
-            for unit in manifest.units
-        ),
+        gradient_bytes=outside.gradient_bytes + gradients,
         optimizer_bytes=optimizer,
         other_bytes=sum(parts.get(each.label, 0) for each in _KEPT) if parts else None,
         device_bytes=device_bytes,
         is_sharded=is_sharded,
         num_frozen=frozen,
+        bucket_bytes=gradients if has_buckets else 0,
     )
 
 

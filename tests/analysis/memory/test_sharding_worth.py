@@ -107,6 +107,8 @@ def test_a_run_of_ddp_says_what_sharding_would_free(run):
     state = 2 * sum(unit.sharded_bytes for unit in units) + 200
     assert found.freed_bytes == state - -(-state // found.num_ranks)
     assert "FSDP would save at most" in found.sentence
+    copied = whole(run, sharder=DDP, units=units, observed={"gradient_as_bucket_view": "False"})
+    assert copied.freed_bytes == found.freed_bytes + found.gradient_bytes
     model = run.manifest.model.model_copy(
         update={"num_parameters": 1000 + sum(unit.num_parameters for unit in units)}
     )
