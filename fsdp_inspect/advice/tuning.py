@@ -57,6 +57,11 @@ class TunedPlan:
         change = self.verification.measured_change if self.verification else None
         return change is not None and self.ruling is not Ruling.NOT_COMPARABLE
 
+    @property
+    def has_other_cause(self) -> bool:
+        """Whether something other than the plan may have changed the times."""
+        return self.verification is not None and self.verification.has_other_cause
+
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
@@ -187,7 +192,7 @@ def _answer(plans: Sequence[TunedPlan], best: TunedPlan | None) -> str:
     if not measured:
         return "No plan ran to completion, so no result is known."
     first = min(measured, key=_change)
-    if _change(first) < 0 and first.verification and first.verification.has_other_cause:
+    if _change(first) < 0 and first.has_other_cause:
         return (
             f"Cannot tell whether a plan is faster. The fastest measured plan is plan "
             f"{first.number}, {_saving(first)} a step, but something else may have changed the "

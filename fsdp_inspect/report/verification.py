@@ -21,14 +21,24 @@ from fsdp_inspect.simulation.predictions.records import Estimate, Ruling
 
 MOST_UNITS = 8
 
-RULINGS = {
+_RULINGS = {
     Ruling.HELD: "held",
     Ruling.DID_NOT_HOLD: "did not hold",
     Ruling.CANNOT_BE_TOLD: "not significant",
     Ruling.FAILED: "failed",
     Ruling.NOT_COMPARABLE: "cannot be judged",
 }
-"""The outcomes as tables show them."""
+
+
+def name_ruling(ruling: Ruling, *, has_other_cause: bool) -> str:
+    """The outcome as tables show it.
+
+    Args:
+        ruling: The outcome.
+        has_other_cause: Whether something other than the plan may have changed the times.
+    """
+    untold = has_other_cause and ruling is Ruling.CANNOT_BE_TOLD
+    return "cannot tell" if untold else _RULINGS[ruling]
 
 
 @grouped
@@ -87,15 +97,11 @@ def _quantities(verification: Verification) -> Table:
             format_error(each.error),
         )
         is_time = each.name.endswith("_ns")
-        said = _name_ruling(each.ruling, verification if is_time else None) if each.ruling else ""
+        has_other = is_time and verification.has_other_cause
+        said = name_ruling(each.ruling, has_other_cause=has_other) if each.ruling else ""
         interval = _interval(each.name, each.predicted)
         table.add_row(f"  {said}", "measured", interval, _range(each), "", style="dim")
     return table
-
-
-def _name_ruling(ruling: Ruling, verification: Verification | None) -> str:
-    has_other = verification is not None and verification.has_other_cause
-    return "cannot tell" if has_other and ruling is Ruling.CANNOT_BE_TOLD else RULINGS[ruling]
 
 
 def _interval(name: str, estimate: Estimate | None) -> str:
@@ -190,7 +196,9 @@ def _table(plans: Sequence[TunedPlan]) -> Table:
             format_error(plan.verification.step_error if plan.verification else None),
             format_bytes(peak.measured if peak else None),
             format_error(peak.error if peak else None),
-            _name_ruling(plan.ruling, plan.verification) if plan.ruling else "not run",
+            name_ruling(plan.ruling, has_other_cause=plan.has_other_cause)
+            if plan.ruling
+            else "not run",
         )
     return table
 
@@ -200,9 +208,7 @@ def _plans(plans: Sequence[TunedPlan]) -> Iterator[str]:
         yield f"{plan.number}. {plan.what}  [{plan.plan_file}]"
         if plan.failure is not None:
             yield f"   Failed: {plan.failure}."
-        if plan.verification is not None and (
-            plan.ruling in _EXPLAINED or plan.verification.has_other_cause
-        ):
+        if plan.verification is not None and (plan.ruling in _EXPLAINED or plan.has_other_cause):
             yield f"   {plan.verification.answer}"
 
 

@@ -137,6 +137,7 @@ class Verification(Result):
             exposed_ns=by_name["exposed_ns"].measured,
             peak_bytes=by_name["peak_allocated_bytes"].measured,
             memory_error=by_name["peak_allocated_bytes"].error,
+            has_other_cause=self.has_other_cause,
         )
 
 

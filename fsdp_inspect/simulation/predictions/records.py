@@ -187,6 +187,8 @@ class Outcome(Record):
     """measured / predicted - 1."""
     failure: str | None = None
     """The reason why the plan did not run to completion."""
+    has_other_cause: bool = False
+    """Whether something other than the plan may have changed the times."""
 
 
 @dataclass(frozen=True, slots=True)

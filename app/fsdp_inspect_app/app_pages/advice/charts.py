@@ -12,7 +12,7 @@ from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.report.charts.chart import Chart
 from fsdp_inspect.report.charts.lines import Line, Lines, PlaceAxis, draw_lines
 from fsdp_inspect.report.palette import NEUTRAL, SHOWN
-from fsdp_inspect.report.verification import RULINGS
+from fsdp_inspect.report.verification import name_ruling
 from fsdp_inspect.report.wording import format_change
 from fsdp_inspect.result_types import ParetoPoint, PlanAdvice, VerifiedPrediction
 from fsdp_inspect_app.tables import mib, ms
@@ -109,7 +109,9 @@ def _outcome_row(verified: VerifiedPrediction) -> dict[str, object]:
     prediction, outcome = verified.prediction, verified.outcome
     return {
         "change": prediction.what,
-        "outcome": RULINGS[outcome.ruling] if outcome else "not verified yet",
+        "outcome": name_ruling(outcome.ruling, has_other_cause=outcome.has_other_cause)
+        if outcome
+        else "not verified yet",
         "step predicted": format_change(prediction.change),
         "step measured": format_change(outcome.measured_change if outcome else None),
         "predicted step (ms)": ms(prediction.step_time_ns.value),
