@@ -240,7 +240,6 @@ class Narrator:
             paid=score.paid,
             assumptions=(
                 *scenario.assumptions,
-                *_assume_dtypes(choice),
                 *self._assume_contention(AS_RECORDED, choice),
             ),
             risks=tuple(self._risks(AS_RECORDED, choice)),
@@ -271,7 +270,6 @@ class Narrator:
         known = self._scorer.scenario(increment.before).assumptions
         after = self._scorer.scenario(increment.after).assumptions
         yield from (each for each in after if each not in known)
-        yield from _assume_dtypes(choice)
         yield from self._assume_contention(increment.before, increment.after)
 
     def _assume_contention(self, before: Choice, after: Choice) -> Iterator[str]:
@@ -471,11 +469,6 @@ def _describe_latency(line: CostLine) -> str:
         return f"{format_ns(line.latency_ns)} (fitted to the run's all-gathers)"
     most = format_ns(line.bounds.most_latency.latency_ns)
     return f"at most {most} (the run does not show it)"
-
-
-def _assume_dtypes(choice: Choice) -> Iterator[str]:
-    if choice.param_dtype is not None:
-        yield f"Compute takes as long in {choice.param_dtype} as in the recorded dtype."
 
 
 def _difference(after: int | None, before: int | None) -> int | None:

@@ -221,10 +221,38 @@ class ScenarioMaker:
         changed = replace(network, is_changed=is_new)
         repeated = recompute(self._work, self._ran, resolved)
         scenario = _Regrouping(repeated.work, self._recorded, resolved, mesh, changed, pace).build()
-        return replace(
+        scenario = replace(
             scenario,
             assumptions=(*repeated.assumptions, *scenario.assumptions),
             memory_refusal=repeated.memory_refusal,
+        )
+        return self._doubt_dtypes(scenario)
+
+    def _doubt_dtypes(self, scenario: Scenario) -> Scenario:
+        """Without memory, and with an assumption on compute, if parameters compute in others."""
+        before, after = (
+            {name: unit.param_dtype for unit in units for name in parameters_of(unit)}
+            for units in (self._work.units, scenario.units)
+        )
+        others = sorted({after[name] for name in after if before.get(name) != after[name]})
+        if not others:
+            return scenario
+        dtypes = " and ".join(others)
+        refusal = (
+            f"Memory is unknown: the run does not show the activations in {dtypes}. "
+            f"`fsdp-inspect plan memory --help` shows how to compute it for your model without a "
+            f"run (--set param_dtype={others[0]})."
+        )
+        return replace(
+            scenario,
+            workload=replace(scenario.workload, memory=None),
+            assumptions=(
+                *scenario.assumptions,
+                f"Compute takes as long in {dtypes} as in the recorded dtype. Only a run shows by "
+                "how much it changes, so the step may be far from this.",
+            ),
+            memory_refusal=scenario.memory_refusal
+            or (refusal if scenario.workload.memory is not None else None),
         )
 
 

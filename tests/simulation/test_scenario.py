@@ -22,6 +22,7 @@ from fsdp_inspect.simulation.scenario import (
     make_scenario,
     mesh_of,
 )
+from fsdp_inspect.simulation.simulate import simulate_plan
 from fsdp_inspect.simulation.workload import (
     Op,
     Piece,
@@ -294,6 +295,20 @@ def test_since_torch_2_15_a_reduction_has_the_dtype_of_the_parameters(
     plan = block_plan().change([f"layers.{i}" for i in range(4)], param_dtype="bfloat16")
     scenario = make_scenario(replace(work, torch_release=release), manifest, plan, NETWORK)
     assert scenario.units[0].reduce_dtype == reduce_dtype
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_known"), [("param_dtype", False), ("reduce_dtype", True), ("reshard", True)]
+)
+def test_the_memory_of_another_compute_dtype_is_unknown(setting: str, is_known: bool) -> None:
+    (plain,) = (path for path in SAMPLES if path.name == "tiny-2-ranks")
+    run = open_run(plain)
+    changes = {setting: "bfloat16"} if setting != "reshard" else {"reshard_after_forward": False}
+    plan = observed_plan(run)
+    found = simulate_plan(run, plan.change([unit.name for unit in plan.units], **changes))
+    assert (found.peak_bytes is not None) is is_known
+    assert ("the activations in bfloat16" in (found.memory_refusal or "")) is not is_known
+    assert ("Compute takes as long in bfloat16" in " ".join(found.assumptions)) is not is_known
 
 
 def test_more_ranks_pad_the_first_dimension():
