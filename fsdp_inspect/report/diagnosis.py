@@ -93,15 +93,19 @@ def describe_diagnosis(found: Diagnosis, *, run: str = "RUN") -> DiagnosisText:
     return DiagnosisText(sentence, tuple(_evidence(found)), steps, detail)
 
 
+def _is_fact(found: Diagnosis) -> bool:
+    """Whether no word of doubt is due. Values that are not finite were seen, not inferred."""
+    return found.is_certain or found.problem is ProblemClass.NOT_FINITE
+
+
 def _line_of(fault: TrainingFault) -> str:
     return f" Line: {shorten_place(fault.place)}." if fault.place else ""
 
 
 def _hedge(found: Diagnosis, sentence: str) -> str:
     """The sentence as the most likely explanation, if the diagnosis is not certain."""
-    # That values are not finite is a fact: the sentence states what is unknown.
-    is_hedged = found.is_certain or found.problem in (None, ProblemClass.NOT_FINITE)
-    is_hedged = is_hedged or "probably" in sentence.lower() or sentence.startswith("Cannot tell")
+    is_hedged = found.problem is None or _is_fact(found) or "probably" in sentence.lower()
+    is_hedged = is_hedged or sentence.startswith("Cannot tell")
     return sentence if is_hedged else f"Probably: {sentence}"
 
 
@@ -233,9 +237,11 @@ def headline_diagnosis(found: Diagnosis) -> str:
     words = _HEADLINES[found.problem]
     if found.problem is ProblemClass.STOPPED and found.ranks:
         words = "SIGTERM ended {who} before the others"
+    if found.problem is ProblemClass.NOT_FINITE and not found.ranks:
+        words = "values are not finite"
     words = words.format(who=who if found.ranks else "a rank")
     text = f"{words}{_in_step(found)}."
-    return capitalize(text if found.is_certain else f"probably, {text}")
+    return capitalize(text if _is_fact(found) else f"probably, {text}")
 
 
 _HEADLINES = {

@@ -228,6 +228,9 @@ def _replay_error(replay: StepReplay) -> str:
 def _no_straggler(ranks: Ranks) -> str:
     if not ranks.ranks:
         return "Ranks cannot be compared: the run has no timed step."
+    if len(ranks.ranks) == 1 < ranks.num_recorded:
+        rank = ranks.ranks[0].rank
+        return f"Ranks cannot be compared: only rank {rank} has a complete timed step."
     if len(ranks.ranks) == 1:
         return "Ranks cannot be compared: the run folder has one rank only."
     if ranks.straggler_refusal is not None:

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_inspect.analysis.numerics import Numerics, measure_numerics
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, diagnose
-from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.report.diagnosis import describe_diagnosis, headline_diagnosis
 from fsdp_inspect.report.text import render_numerics
 from fsdp_inspect.trace.numerics import NumericsStep, Observation, Place, Update
 from tests.builders import InMemoryRun, steady_run
@@ -139,6 +139,7 @@ def test_values_that_arose_between_numerics_steps_name_no_unit_and_no_rank(
     assert not found.is_certain
     text = describe_diagnosis(found)
     assert words in text.sentence
+    assert headline_diagnosis(found) == "Values are not finite in step 11."
     assert any("--numerics-every 1 " in step for step in text.next)
 
 

@@ -261,6 +261,8 @@ class Ranks(TableResult):
     clocks are not aligned."""
     expert_load: ExpertLoad | None
     """The load of the ranks that share experts; None without expert parallelism."""
+    num_recorded: int
+    """The ranks of the run folder, also those without a timed step."""
     sampled_ranks: tuple[int, ...]
     sampled_steps: tuple[int, ...]
     clock_uncertainty_ns: int | None
@@ -367,6 +369,7 @@ def _measure_ranks(run: RunSource) -> Ranks:
         rare_work=find_rare_work(timed),
         dimension_waits=measure_dimension_waits(run, arrivals, alignment.uncertainty_ns),
         expert_load=measure_expert_load(run),
+        num_recorded=len(here),
         sampled_ranks=tuple(sample),
         sampled_steps=tuple(sampled_steps),
         clock_uncertainty_ns=alignment.uncertainty_ns if len(alignment.ranks) > 1 else None,

@@ -204,6 +204,15 @@ def test_a_rank_that_is_hardly_late_is_no_straggler():
     assert (ranks.straggler, ranks.straggler_refusal) == (None, None)
 
 
+def test_a_rank_without_a_timed_step_is_not_a_rank_without_files():
+    builder = RunBuilder(world_size=2)
+    builder.rank(0).step(0, 0, 10)
+    builder.rank(0).data(0, 5)
+    builder.rank(1).record = {"host": "a"}
+    answer = describe_answer(measure_ranks(builder.build()))[0]
+    assert answer == "Ranks cannot be compared: only rank 0 has a complete timed step."
+
+
 @pytest.mark.parametrize(("num_steps", "told"), [(1, False), (5, False), (6, True)])
 def test_two_ranks_need_six_steps_until_one_of_them_is_told_to_be_late(num_steps, told):
     ranks = measure_ranks(build_run(*[(100, 160)] * num_steps))
