@@ -76,12 +76,21 @@ def describe_run(heading: RunHeading) -> str:
     if model and identity.num_parameters:
         model += f", {format_count(identity.num_parameters)} parameters"
         if 0 < identity.num_trainable_parameters < identity.num_parameters:
-            model += f" ({format_count(identity.num_trainable_parameters)} trained)"
+            first = " at the start" if _unfreezes(heading) else ""
+            model += f" ({format_count(identity.num_trainable_parameters)} trained{first})"
         if identity.mesh.get("pp", 1) > 1:
             model += " in its pipeline stage"
     device = identity.device_name or identity.device_type
     facts = [ranks, identity.sharder, name_backend(heading.backend), device, model, loop]
     return " · ".join(fact for fact in facts if fact)
+
+
+def _unfreezes(heading: RunHeading) -> bool:
+    """Whether units that were frozen when the recording began have gradients later."""
+    return isinstance(heading, Summary) and any(
+        unit.num_trainable_parameters == 0 and unit.reduce_scatter.count_per_step
+        for unit in heading.units
+    )
 
 
 def name_backend(backend: str | None) -> str:

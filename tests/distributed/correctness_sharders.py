@@ -659,6 +659,16 @@ def last_window_scaled_as_a_full_one(folder: Path, sharder: str) -> None:
     train_in_epochs(folder, sharder, lambda own: 4)
 
 
+@loop(*ALL, mistake="The loss is divided by the 4 microbatches twice.")
+def divided_twice_in_short_epochs(folder: Path, sharder: str) -> None:
+    train_in_epochs(folder, sharder, lambda own: 4 * own)
+
+
+@loop(*ALL, mistake="The loss is not divided by the 4 microbatches.")
+def not_divided_in_short_epochs(folder: Path, sharder: str) -> None:
+    train_in_epochs(folder, sharder, lambda own: 1)
+
+
 @loop(*ALL)
 def last_window_scaled_by_its_size(folder: Path, sharder: str) -> None:
     train_in_epochs(folder, sharder, lambda own: own)

@@ -91,6 +91,29 @@ def _has_a_batch_each(each: RoundSeen, num: int) -> bool:
     return each.num_batches == num and each.num_loaders == 1
 
 
+def _have_a_batch_each(observed: Observed, rounds: _Rounds, num: int) -> bool:
+    """Whether each backward of an update of `num` has a batch of its own, and adds up.
+
+    An update at the end of an epoch may have fewer. The end disturbs the counts of up to two
+    rounds: the loader reads ahead, or another one evaluates.
+    """
+    for rank, own in rounds.items():
+        short = observed.seen[rank].windows.short
+        sizes = {num, *(each.num_backwards for each in short)}
+        regular = [
+            each
+            for each in own
+            if each.num_backwards in sizes and _has_a_batch_each(each, each.num_backwards)
+        ]
+        others = len(own) - len(regular)
+        ends_passes = all(each.ends_pass for each in short)
+        if any(each.num_cleared for each in own) or others > (2 * len(short) if ends_passes else 0):
+            return False
+        if len(regular) < _LEAST_ROUNDS:
+            return False
+    return True
+
+
 def _cleared_between(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
     def is_wrong(each: RoundSeen) -> bool:
         num = each.num_backwards
@@ -127,7 +150,7 @@ def _not_divided(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
     if len(known) < len(rounds) or len(set(known)) > 1:
         return None
     number = known[0]
-    if not _all(rounds, lambda each: _has_a_batch_each(each, number) and not each.num_cleared):
+    if not _have_a_batch_each(observed, rounds, number):
         return None
     factors = [
         update.factor
@@ -160,7 +183,7 @@ def _divided_twice(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
         for each in windows
     ):
         return None
-    if not _all(rounds, lambda each: _has_a_batch_each(each, number) and not each.num_cleared):
+    if not _have_a_batch_each(observed, rounds, number):
         return None
     return _fault(
         rounds,
@@ -177,8 +200,9 @@ def _whole_means(seen: TrainingSeen) -> int:
     by_step: dict[int, list[LossSeen]] = {}
     for loss in seen.losses:
         by_step.setdefault(loss.step, []).append(loss)
-    whole = [each for each in by_step.values() if _are_whole(each)]
-    numbers = {len(each) for each in whole}
+    ends = {each.step for each in seen.windows.short if each.ends_pass}
+    whole = {step: len(each) for step, each in by_step.items() if _are_whole(each)}
+    numbers = {number for step, number in whole.items() if step not in ends}
     is_regular = len(numbers) == 1 and len(whole) >= max(_LEAST_ROUNDS, len(by_step) - 1)
     return numbers.pop() if is_regular else 0
 

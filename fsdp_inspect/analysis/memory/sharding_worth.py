@@ -61,6 +61,8 @@ class WholeMemory:
     """The parameters that no bucket of DDP has. They count as float32 among the parameters."""
     bucket_bytes: int = 0
     """The buckets of the recorded DDP, which hold a copy of the gradients. FSDP has none."""
+    step: int | None = None
+    """The memory step; None: there is none."""
 
     @property
     def state_bytes(self) -> int | None:
@@ -116,8 +118,8 @@ class WholeMemory:
                 "memory step shows the optimizer state and the activations."
             )
         needs = (
-            f"Without sharding, each rank needs about {format_bytes(self.total_bytes)} (DDP with "
-            "gradient_as_bucket_view=True)"
+            f"Without sharding, each rank needs about {format_bytes(self.total_bytes)}, as of step "
+            f"{self.step} (DDP with gradient_as_bucket_view=True)"
         )
         if self.device_bytes is None:
             return (
@@ -210,6 +212,7 @@ def measure_whole_memory(
         is_sharded=is_sharded,
         num_frozen=frozen,
         bucket_bytes=gradients if has_buckets else 0,
+        step=None if peak is None else peak.step,
     )
 
 

@@ -83,7 +83,9 @@ class LoopFacts:
     kept_between_microbatches: tuple[str, ...]
     """Units that stay unsharded from one microbatch to the next."""
     adds_up: bool = True
-    """Whether the step adds up the gradients of its backwards. A GAN, for example, does not."""
+    """Whether the backwards are known to be those of microbatches: the step adds up their
+    gradients, and each has a forward of the same modules. Several losses of one batch, or the two
+    models of a GAN, are no microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,10 @@ def check_plan(run: RunSource) -> PlanCheck:
     if not observed.has_passes:
         checked = _unknown(manifest, "the run does not record forward and backward of its units")
         return replace(checked, loop=_count_backwards(manifest, events, observed.steps))
-    return _check(manifest, rank, observed)
+    checked = _check(manifest, rank, observed)
+    assert checked.loop is not None
+    adds_up = checked.loop.adds_up and _have_like_forwards(events, observed.steps)
+    return replace(checked, loop=replace(checked.loop, adds_up=adds_up))
 
 
 def _why_not(run: RunSource, steps: Sequence[int]) -> str | None:
@@ -373,7 +378,25 @@ def _count_backwards(
         microbatches=_most_frequent(Counter(step for step, _ in ran).values()),
         sync="",
         kept_between_microbatches=(),
-        adds_up=manifest.observed.get("gradients_between_backwards") == "kept",
+        adds_up=manifest.observed.get("gradients_between_backwards") == "kept"
+        and _have_like_forwards(events, steps),
+    )
+
+
+def _have_like_forwards(events: EventTable, steps: Collection[int]) -> bool:
+    """Whether each backward of a step has a forward of the same units before it."""
+    own = events.where(np.isin(events.step, list(steps)))
+    ran: dict[int, dict[int, set[int]]] = {}
+    for kind, phase in ((EventKind.BACKWARD, Phase.BACKWARD), (EventKind.FORWARD, Phase.FORWARD)):
+        rows = own.where((own.kind == kind) & (own.phase == phase))
+        columns = (rows.step.tolist(), rows.microbatch.tolist(), rows.unit.tolist())
+        for step, microbatch, unit in zip(*columns, strict=True):
+            units = ran.setdefault(step, {}).setdefault(microbatch, set())
+            if kind is EventKind.FORWARD:
+                units.add(unit)
+    return all(
+        len({frozenset(units) for units in of_step.values()}) == 1 and all(of_step.values())
+        for of_step in ran.values()
     )
 
 

@@ -504,7 +504,9 @@ class _UnitCounter:
         idle = [step for step in steps if needed[step] and not ran[step]]
         only = Counter({step: needed[step] for step in trained})
         if not idle:
-            return (only, "is trained, although it was frozen at the start") if is_frozen else None
+            return (
+                (only, "has gradients, although it was frozen at the start") if is_frozen else None
+            )
         if idle[-1] < trained[0]:
             return only, f"gets gradients from step {trained[0]} on, as after unfreezing"
         if trained[-1] < idle[0]:

@@ -63,9 +63,12 @@ def contradictions(check):
     ]
 
 
-@pytest.mark.parametrize(("gradients", "adds_up"), [("kept", True), ("changed", False)])
-def test_the_backwards_of_a_model_without_units_are_counted(gradients, adds_up):
-    """DDP records forward and backward of the whole model."""
+@pytest.mark.parametrize(
+    ("gradients", "num_forwards", "adds_up"),
+    [("kept", 4, True), ("kept", 1, False), ("changed", 4, False)],
+)
+def test_the_backwards_of_a_model_without_units_are_counted(gradients, num_forwards, adds_up):
+    """DDP records forward and backward of the whole model. One batch may have several losses."""
     builder = RunBuilder(world_size=2, observed={"gradients_between_backwards": gradients})
     rank = builder.rank(0)
     for step in range(3):
@@ -73,6 +76,9 @@ def test_the_backwards_of_a_model_without_units_are_counted(gradients, adds_up):
         for number in range(4):
             at = {"microbatch": number, "phase": Phase.BACKWARD}
             rank.add(EventKind.BACKWARD, 100 * step + 20 * number, 100 * step + 20, **at)
+            if number < num_forwards:
+                at["phase"] = Phase.FORWARD
+                rank.add(EventKind.FORWARD, 100 * step + 20 * number, 100 * step + 5, **at)
     loop = check_plan(builder.build()).loop
     assert (loop.microbatches, loop.adds_up) == (4, adds_up)
 
@@ -241,7 +247,7 @@ def remarks(check):
 @pytest.mark.parametrize(
     ("frozen", "trained_steps", "remark"),
     [
-        (True, range(4), "is trained, although it was frozen at the start"),
+        (True, range(4), "has gradients, although it was frozen at the start"),
         (True, (2, 3), "gets gradients from step 2 on, as after unfreezing"),
         (False, (1, 2, 3), "gets gradients from step 1 on, as after unfreezing"),
         (False, (0, 1), "gets no gradients from step 2 on, as after freezing"),
