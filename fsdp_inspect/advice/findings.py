@@ -10,6 +10,7 @@ analysis. Its effect is a bound, and no time is counted twice ([Note: no ms twic
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from fsdp_inspect.advice.code_change import title_of_framework
 from fsdp_inspect.advice.evidence import AND_HOST_WORK, Effect, Evidence, Finding, TraceRow
 from fsdp_inspect.advice.setting_findings import find_costly_settings, write_sharding
 from fsdp_inspect.advice.trace_findings import find_in_trace
@@ -423,6 +424,12 @@ def _replicate(
     if saving.high_ns <= 0 or not evidence.is_worth_naming(saving.high_ns):
         return
     added = memory.total_bytes - (evidence.peak_bytes or memory.total_bytes)
+    frameworks = evidence.manifest.code.frameworks
+    train, snippet = "Train with DistributedDataParallel", ""
+    if frameworks:
+        train += f": switch FSDP off in the settings of {title_of_framework(frameworks[-1])}"
+    else:
+        snippet = "model = DistributedDataParallel(model, gradient_as_bucket_view=True)"
     yield Finding(
         "R35",
         (),
@@ -430,7 +437,7 @@ def _replicate(
         f"{memory.parts}. FSDP's collectives are exposed for {format_ns(saving.exposed_ns)} a "
         f"step; one all-reduce of the gradients takes {format_ns(saving.all_reduce_ns)}, inferred "
         "from the fitted link.",
-        ("Train with DistributedDataParallel, and compare the two runs.",),
+        (f"{train}. Then compare the two runs.",),
         {"exposed_ns": saving.exposed_ns},
         effect=Effect(
             sentence=describe_replication_saving(saving),
@@ -446,7 +453,7 @@ def _replicate(
             "At best backward hides all buckets of the gradients but the last one, at worst none.",
             f"At most {format_ratio(FITS_RATIO)} of the device is used.",
         ),
-        snippet="model = DistributedDataParallel(model, gradient_as_bucket_view=True)",
+        snippet=snippet,
     )
 
 

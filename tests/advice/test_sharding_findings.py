@@ -1,5 +1,6 @@
 """A sharded model that fits one device: the gain of DDP, or the reason why it is unknown."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,9 +14,18 @@ KNOWN = ReplicationSaving(low_ns=10, high_ns=40, exposed_ns=60, all_reduce_ns=50
 UNKNOWN = ReplicationSaving(None, None, 60, None, "the run gathers in another dtype")
 
 
-def find(saving: ReplicationSaving, *, device_bytes: int = 1 << 30, limit: str = "communication"):
+def find(
+    saving: ReplicationSaving,
+    *,
+    device_bytes: int = 1 << 30,
+    limit: str = "communication",
+    frameworks: Sequence[str] = (),
+):
+    manifest = steady_run().manifest
+    code = manifest.code.model_copy(update={"frameworks": list(frameworks)})
     evidence = SimpleNamespace(
-        whole_memory=measure_whole_memory(steady_run().manifest, PEAK, device_bytes),
+        manifest=manifest.model_copy(update={"code": code}),
+        whole_memory=measure_whole_memory(manifest, PEAK, device_bytes),
         replication=saving,
         verdict=SimpleNamespace(limit=limit),
         peak_bytes=PEAK.bytes,
@@ -27,6 +37,14 @@ def find(saving: ReplicationSaving, *, device_bytes: int = 1 << 30, limit: str =
 def test_a_model_that_fits_one_device_has_the_saving_as_an_interval() -> None:
     [found] = find(KNOWN)
     assert (found.rule, found.effect.saved_low_ns, found.effect.saved_high_ns) == ("R35", 10, 40)
+
+
+def test_a_framework_that_shards_is_set_and_not_wrapped_again() -> None:
+    [found] = find(KNOWN)
+    assert "DistributedDataParallel(model" in found.snippet
+    [found] = find(KNOWN, frameworks=["accelerate", "transformers"])
+    assert "switch FSDP off in the settings of Transformers" in " ".join(found.do)
+    assert not found.snippet
 
 
 def test_an_unknown_saving_is_said_with_its_reason() -> None:
