@@ -100,11 +100,7 @@ def _have_a_batch_each(observed: Observed, rounds: _Rounds, num: int) -> bool:
     for rank, own in rounds.items():
         short = observed.seen[rank].windows.short
         sizes = {num, *(each.num_backwards for each in short)}
-        regular = [
-            each
-            for each in own
-            if each.num_backwards in sizes and _has_a_batch_each(each, each.num_backwards)
-        ]
+        regular = [each for each in own if each.num_batches in sizes and each.num_loaders == 1]
         others = len(own) - len(regular)
         ends_passes = all(each.ends_pass for each in short)
         if any(each.num_cleared for each in own) or others > (2 * len(short) if ends_passes else 0):
