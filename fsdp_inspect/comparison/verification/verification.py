@@ -466,6 +466,8 @@ def _say_compute(moved: _Moved, slowdown: float | None) -> str:
 
 
 def _about_memory(prediction: Prediction, peak: Quantity) -> tuple[str, ...]:
+    if prediction.peak_bytes is None and prediction.recorded_peak_bytes is not None:
+        return ("Memory is not predicted: the baseline does not show that of this plan.",)
     if prediction.peak_bytes is None:
         return ("Memory is not predicted: the baseline has no memory step.",)
     if peak.measured is None:
