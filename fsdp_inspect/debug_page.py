@@ -1,7 +1,9 @@
 """Show unit, phase and line of each rank on torch's debug page.
 
     from torch.distributed.debug import start_debug_server
-    start_debug_server(handlers=fsdp_inspect.debug_handlers("runs/llama-1b"))
+    if __name__ == "__main__":  # the server's process imports the script
+        handlers = fsdp_inspect.debug_handlers("runs/llama-1b")
+        start_debug_server(handlers=handlers, start_method="spawn")
 
 The page reads the run folder for each request, as `fsdp-inspect diagnose` does. It asks no rank, so
 it works while all ranks hang, and costs the training nothing.

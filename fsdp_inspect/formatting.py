@@ -50,6 +50,13 @@ def format_ns(value: float | None) -> str:
     return _scale(value, _TIME_STEPS)
 
 
+def format_change_ns(before: float, after: float) -> str:
+    """Format a change of a duration with its sign; empty if both durations have the same text."""
+    if format_ns(before) == format_ns(after):
+        return ""
+    return f"{'-' if after < before else '+'}{format_ns(abs(after - before))}"
+
+
 def format_ms(value: float | None) -> str:
     """Format a moment or duration always in milliseconds, to compare it with others: `0.018`."""
     return MISSING if value is None else f"{value / 1e6:,.3f}"

@@ -1,16 +1,21 @@
 """Torch's debug page shows the state of the ranks, and `diagnose` asks its server."""
 
 import html
+import re
 import sys
 from pathlib import Path
+from textwrap import dedent
+from unittest.mock import Mock
 
 import pytest
 
+from fsdp_inspect import debug_page
 from fsdp_inspect.debug_page import debug_handlers, describe_ranks
 from fsdp_inspect.errors import ImportingError, RecordingError
 from fsdp_inspect.importing.debug_server import fetch_dumps, is_debug_server
 from tests.conftest import Torchrun
 
+ROOT = Path(__file__).parents[1]
 HANG = Path(__file__).parent / "distributed" / "debug_server_hang.py"
 
 
@@ -35,6 +40,26 @@ def test_the_page_and_the_diagnosis_name_the_line_of_the_late_rank(
     assert "Rank 1 never reached all-gather" in found
     line = HANG.read_text().split("time.sleep(0.5)")[0].count("\n") + 1
     assert f"debug_server_hang.py:{line}" in found
+
+
+def documented_scripts() -> list[str]:
+    guide = (ROOT / "docs/integrations.md").read_text()
+    blocks = re.findall(r"```\w+\n(.*?)```", guide, flags=re.DOTALL)
+    of_module = debug_page.__doc__ or ""
+    indented = re.findall(r"(?:^    .*\n)+", of_module, flags=re.MULTILINE)
+    return [block for block in [*blocks, *map(dedent, indented)] if "start_debug_server(" in block]
+
+
+@pytest.mark.parametrize("script", documented_scripts())
+@pytest.mark.parametrize(("name", "starts"), [("__main__", 1), ("__mp_main__", 0)])
+def test_the_servers_process_imports_the_script_and_starts_nothing(
+    script: str, name: str, starts: int, monkeypatch
+) -> None:
+    server, handlers = Mock(), Mock()
+    monkeypatch.setitem(sys.modules, "torch.distributed.debug", server)
+    exec(script, {"__name__": name, "rank": 0, "fsdp_inspect": handlers})
+    assert server.start_debug_server.call_count == starts
+    assert handlers.debug_handlers.call_count == starts
 
 
 def test_without_the_packages_of_torchs_server_the_error_names_them(monkeypatch) -> None:

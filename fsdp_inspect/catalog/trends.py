@@ -6,6 +6,7 @@ of blocks of steps: at least 5 runs on each side, medians that differ by 10% (me
 of the pairs of runs in the same direction. A change point is not a cause.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,6 +46,10 @@ _TIME_RULE = ChangeRule(block=1, blocks_per_side=RUNS_FOR_A_TEST)
 _MEMORY_RULE = ChangeRule(
     block=1, blocks_per_side=RUNS_FOR_A_TEST, least_change=_LEAST_MEMORY_CHANGE
 )
+
+
+POINTS_FOR_A_CHANGE = 2 * RUNS_FOR_A_TEST
+"""The least points of a series in which a change can be found."""
 
 
 class TrendAxis(StrEnum):
@@ -123,6 +128,16 @@ class Trend(TableResult):
             text_column("run", "The first run of the point.", lambda point: point.runs[0]),
         ),
     )
+
+    @property
+    def judged_series(self) -> tuple[str, ...]:
+        """The series in which a change can be found: enough points, all above 0."""
+        if self.axis not in (TrendAxis.TIME, TrendAxis.COMMIT):
+            return ()
+        by_series = defaultdict(list)
+        for point in self.points:
+            by_series[point.series].append(point)
+        return tuple(name for name in self.series if _is_judged(by_series[name]))
 
     def rows(self) -> Sequence[TrendPoint]:
         """The points, by series and x axis."""
@@ -258,6 +273,10 @@ def _points(series: str, members: _Members, *, is_time: bool) -> list[TrendPoint
     return points
 
 
+def _is_judged(points: Sequence[TrendPoint]) -> bool:
+    return len(points) >= POINTS_FOR_A_CHANGE and all(point.value > 0 for point in points)
+
+
 def _changes(
     by_series: Mapping[str, Sequence[TrendPoint]], unit: MetricUnit | None, axis: TrendAxis
 ) -> list[TrendChange]:
@@ -266,9 +285,9 @@ def _changes(
     rule = _MEMORY_RULE if unit is MetricUnit.BYTES else _TIME_RULE
     changes = []
     for name, own in by_series.items():
-        values: Any = np.array([point.value for point in own])
-        if not (values > 0).all():
+        if not _is_judged(own):
             continue
+        values: Any = np.array([point.value for point in own])
         edges = [0, *find_change_points(values, rule), len(own)]
         for (low, at), (_, high) in pairwise(pairwise(edges)):
             before, after = (float(np.median(values[a:b])) for a, b in ((low, at), (at, high)))

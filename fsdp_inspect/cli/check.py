@@ -74,7 +74,8 @@ def check(  # noqa: PLR0913 - one argument an option
     budget: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file of limits, absolute or relative to the baseline.", metavar="FILE"
+            help="TOML file with a table [limits], absolute or relative to the baseline.",
+            metavar="FILE",
         ),
     ] = None,
     update: Annotated[

@@ -189,7 +189,10 @@ class _Finding:
         other = tuple(a.rank for a, b in pairs if a.inputs != b.inputs)
         if other:
             return StepStatus.UNKNOWN, StepFault.OTHER_INPUTS, None, other, "", None
-        return self._judge_forward() or self._judge_gradients() or self._judge_factors()
+        found = self._judge_forward() or self._judge_gradients() or self._judge_factors()
+        if found[0] is StepStatus.EQUAL and len(pairs) == 1:  # a single rank reduces nothing
+            return StepStatus.UNKNOWN, None, None, (), "", None
+        return found
 
     def _judge_forward(self) -> _Judgement | None:
         stale = _find_stale(self.sharded, self.whole)

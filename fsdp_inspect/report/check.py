@@ -90,10 +90,9 @@ UNEXPLAINED = "cause: unknown. No recorded setting explains most of this increas
 
 
 def is_unexplained(result: CheckResult) -> bool:
-    """Whether memory regressed and no change of a setting accounts for it."""
-    failed = (one for one in result.metrics if one.outcome is CheckOutcome.REGRESSION)
-    of_memory = any(one.name not in TIME_METRICS for one in failed)
-    return of_memory and not result.causes
+    """Whether memory rose beyond a limit and no change of a setting accounts for it."""
+    failed = (one for one in find_risen(result.metrics) if one.outcome is CheckOutcome.REGRESSION)
+    return any(failed) and not result.causes
 
 
 def _describe_others(result: CheckResult) -> Iterable[str]:

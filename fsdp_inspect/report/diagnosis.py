@@ -138,18 +138,16 @@ def render_diagnosis(
 
 
 def render_states(found: Diagnosis) -> Table:
-    """Render the step, phase, last collective and line of each rank."""
+    """Render the step, phase, last collective and its line, and present line of each rank."""
     table = new_table("rank", "step", "phase", "last collective", "", "line", names=6)
     for state in found.states:
-        last, values = state.last, _state_to_dict(state, found)
-        place = "" if last is None or last.place is None else str(last.place)
         table.add_row(
             str(state.rank),
             MISSING if state.step is None else str(state.step),
             MISSING if state.phase is None else state.phase.title,
-            Text(values["last_collective"] or MISSING),
+            Text(MISSING if state.last is None else _issued_at(state.last, found)),
             "waits" if state.waits else state.end.kind.value,
-            Text(values["location"] or place or MISSING),
+            Text(_state_to_dict(state, found)["location"] or MISSING),
         )
     return table
 

@@ -97,6 +97,8 @@ def describe_equivalence(found: Equivalence) -> str:
         if found.status is StepStatus.UNKNOWN and not sentence.startswith("Cannot tell"):
             return f"Cannot tell: {sentence[0].lower()}{sentence[1:]}"
         return sentence
+    if found.status is StepStatus.UNKNOWN and found.units:
+        return "Cannot tell: on one rank, nothing is sharded and no gradient is reduced."
     if found.status is StepStatus.UNKNOWN:
         return "Cannot tell: no parameter has a gradient in both runs."
     return "The sharded step equals the step without sharding."
@@ -105,8 +107,9 @@ def describe_equivalence(found: Equivalence) -> str:
 def describe_evidence(found: Equivalence) -> list[str]:
     """The numbers behind the sentence."""
     lines = [
-        f"Step {found.step}, {found.world_size} ranks, {plural(found.num_backwards, 'backward')} "
-        "in the step. Gradients are those after the last backward."
+        f"Step {found.step}, {plural(found.world_size, 'rank')}, "
+        f"{plural(found.num_backwards, 'backward')} in the step. "
+        "Gradients are those after the last backward."
     ]
     faulty = [each for each in found.units if each.fault is not None]
     if found.units and not faulty:
@@ -154,9 +157,10 @@ def describe_evidence(found: Equivalence) -> list[str]:
 
 
 def name_next_step(found: Equivalence) -> str:
-    """The next step for the user; empty if the steps are equal."""
+    """The next step for the user; empty if the steps are equal, or if none is known."""
     if found.fault is None:
-        return ""
+        is_alone = found.status is StepStatus.UNKNOWN and bool(found.units)
+        return "Run it on two or more ranks: torchrun --nproc-per-node 2." if is_alone else ""
     if found.status is StepStatus.UNKNOWN and found.fault is StepFault.OTHER_OUTPUT:
         return "Make the step deterministic (seeds, torch.use_deterministic_algorithms)."
     if found.status is StepStatus.UNKNOWN and found.fault is StepFault.SCALED:

@@ -12,7 +12,7 @@ from fsdp_inspect.analysis.memory.overview import MemoryOverview
 from fsdp_inspect.analysis.memory.reserved import ReservedPrediction
 from fsdp_inspect.formatting import format_bytes, format_category, format_count, format_unit, plural
 from fsdp_inspect.report.layout import dim, grouped, new_table, render_table, section
-from fsdp_inspect.simulation.planning.builder_predictor import Fit, ForecastTable
+from fsdp_inspect.simulation.planning.builder_predictor import Fit, FittingChange, ForecastTable
 from fsdp_inspect.simulation.planning.forecast_step import ForecastRow
 
 MOST_OWNERS = 8
@@ -35,8 +35,9 @@ def render_forecast(shown: ForecastTable) -> Iterator[RenderableType]:
         )
         size = shown.rows[0].world_size
         yield from section(f"Memory at the peak by unit, {plural(size, 'rank')}", table)
-    if shown.fit is not None and shown.fit.remedies:
-        yield from section("Changes that reduce the peak", _remedies_table(shown.fit))
+    changes = () if shown.fit is None else _reducing(shown.fit)
+    if changes:
+        yield from section("Changes that reduce the required memory", _remedies_table(changes))
     yield ""
     yield dim(_provenance(shown))
 
@@ -59,7 +60,7 @@ def _describe_fit(fit: Fit, allowance_bytes: int | None) -> Iterable[str]:
     limit, on_ranks = format_bytes(fit.limit_bytes), f"on {plural(fit.world_size, 'rank')}"
     needed = ""
     if allowance_bytes:
-        needed = f"Required with the allowance: {format_bytes(fit.peak_bytes)}. "
+        needed = f"Required with the allowance: {format_bytes(fit.required_bytes)}. "
     if fit.verdict is FitVerdict.FITS:
         spare = format_bytes(fit.limit_bytes - fit.high_bytes)
         yield f"{needed}It fits into {limit} {on_ranks}. Headroom: at least {spare}."
@@ -81,13 +82,30 @@ def _describe_fit(fit: Fit, allowance_bytes: int | None) -> Iterable[str]:
         yield f"A batch of 1 per rank is not certain to fit {on_ranks}."
     elif fit.largest_batch_size is not None:
         yield f"Largest batch that is certain to fit {on_ranks}: {fit.largest_batch_size} per rank."
-    if fit.remedies:
-        found = next((remedy for remedy in fit.remedies if remedy.fits), None)
+    yield from _describe_changes(fit, on_ranks)
+    yield from fit.unknown
+
+
+def _describe_changes(fit: Fit, on_ranks: str) -> Iterable[str]:
+    changes = _reducing(fit)
+    if changes:
+        found = next((change for change in changes if change.fits), None)
         if found is None:
             yield f"With none of the changes below it is certain to fit {on_ranks}."
         else:
             yield f"It fits {on_ranks} with {_settings(found.settings)}."
-    yield from fit.unknown
+    others = [_settings(change.settings) for change in fit.remedies if change not in changes]
+    if others:
+        yield f"No memory is saved by {' or by '.join(others)}."
+
+
+def _reducing(fit: Fit) -> list[FittingChange]:
+    """The changes that fit or reduce the need, and those whose forecast failed."""
+    return [
+        each
+        for each in fit.remedies
+        if each.fits or each.saved_bytes is None or each.saved_bytes > 0
+    ]
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
@@ -135,11 +153,12 @@ def _in_phase(phase: str) -> str:
     return "outside the passes" if phase == "outside" else f"in {phase}"
 
 
-def _remedies_table(fit: Fit) -> Table:
-    table = new_table("change", "peak", "<")
-    for remedy in fit.remedies:
-        word = "fits" if remedy.fits else remedy.problem or "not certain to fit"
-        table.add_row(Text(_settings(remedy.settings)), format_bytes(remedy.peak_bytes), Text(word))
+def _remedies_table(changes: Iterable[FittingChange]) -> Table:
+    table = new_table("change", "required", "saved", "<")
+    for change in changes:
+        word = "fits" if change.fits else change.problem or "not certain to fit"
+        amounts = format_bytes(change.required_bytes), format_bytes(change.saved_bytes)
+        table.add_row(Text(_settings(change.settings)), *amounts, Text(word))
     return table
 
 

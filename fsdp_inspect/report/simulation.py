@@ -11,7 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_inspect.analysis.wait_causes import Cause
-from fsdp_inspect.formatting import format_bytes, format_cause, format_ns, format_ratio, format_unit
+from fsdp_inspect.formatting import (
+    format_bytes,
+    format_cause,
+    format_change_ns,
+    format_ns,
+    format_ratio,
+    format_unit,
+)
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, indented, new_table, render_table
 from fsdp_inspect.report.wording import format_error
@@ -232,9 +239,7 @@ def _parts_table(simulation: Simulation) -> Table:
 
 
 def _add_part(table: Table, label: str, before: int, after: int) -> None:
-    sign = "-" if after < before else "+"
-    difference = f"{sign}{format_ns(abs(after - before))}" if after != before else ""
-    table.add_row(label, format_ns(before), format_ns(after), difference)
+    table.add_row(label, format_ns(before), format_ns(after), format_change_ns(before, after))
 
 
 def _units_table(simulation: Simulation) -> Iterable[RenderableType]:

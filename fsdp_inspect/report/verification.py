@@ -12,7 +12,14 @@ from rich.text import Text
 from fsdp_inspect.advice.tuning import TunedPlan, Tuning
 from fsdp_inspect.comparison.noise import RUNS_FOR_A_TEST
 from fsdp_inspect.comparison.verification.verification import Quantity, Verification, VerifiedUnit
-from fsdp_inspect.formatting import MISSING, format_bytes, format_ns, format_ratio, plural
+from fsdp_inspect.formatting import (
+    MISSING,
+    format_bytes,
+    format_change_ns,
+    format_ns,
+    format_ratio,
+    plural,
+)
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import dim, grouped, indented, new_table, section, unit_name
 from fsdp_inspect.report.wording import format_change, format_error, format_method, format_metric
@@ -124,16 +131,11 @@ def _units(units: Sequence[VerifiedUnit]) -> Table:
             unit_name(unit.fqn),
             format_ns(unit.predicted_ns),
             format_ns(unit.measured_ns),
-            _signed(unit.difference_ns),
+            MISSING
+            if unit.predicted_ns is None or unit.measured_ns is None
+            else format_change_ns(unit.predicted_ns, unit.measured_ns) or "=",
         )
     return table
-
-
-def _signed(difference_ns: int | None) -> str:
-    if difference_ns is None:
-        return MISSING
-    sign = "-" if difference_ns < 0 else "+"
-    return f"{sign}{format_ns(abs(difference_ns))}" if difference_ns else "="
 
 
 def _provenance(verification: Verification) -> Iterator[str]:

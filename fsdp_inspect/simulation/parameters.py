@@ -7,11 +7,11 @@ at a time, and frees its whole after the copy.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_inspect.trace.codes import ITEMSIZE
-from fsdp_inspect.trace.plan import ROOT, Fsdp1Settings
+from fsdp_inspect.trace.plan import ROOT, Fsdp1Settings, UnitPlan
 from fsdp_inspect.trace.run import FLAT_PARAM, ParameterTraits, Unit
 
 
@@ -100,6 +100,13 @@ class Parameter:
             return math.prod(self.shape)
         return padded_numel(self.shape, ranks, self.traits.shard_dim)
 
+    @property
+    def stored_dtype(self) -> str | None:
+        """The dtype of its shard; None: unknown. A unit of equal parameters has no traits."""
+        if itemsize(self.traits.dtype) == self.stored:
+            return self.traits.dtype
+        return "float32" if self.stored == 4 else None
+
     def gathered_dtype(self, wanted: str | None) -> str:
         """The dtype of its all-gather under a `param_dtype`; torch casts floating point only."""
         is_float = "float" in self.traits.dtype
@@ -112,6 +119,41 @@ class Parameter:
     def reduced_bytes(self, ranks: int, dtype: str) -> float:
         """Bytes that its gradient adds to a reduce-scatter over the ranks."""
         return self.padded(ranks) * self.trained * itemsize(dtype) * self.reduced_scale
+
+
+def effective_dtypes(
+    parameters: Collection[Parameter], planned: UnitPlan, torch_release: tuple[int, int]
+) -> tuple[str | None, str | None]:
+    """The dtypes of the all-gather and of the reduction that a plan means; None: unknown."""
+    first = min(parameters, key=lambda each: not each.trained)
+    param_dtype = (
+        first.stored_dtype if planned.param_dtype is None else compute_dtype(parameters, planned)
+    )
+    if planned.reduce_dtype is not None or param_dtype is None:
+        return param_dtype, planned.reduce_dtype
+    return param_dtype, default_reduce_dtype(parameters, param_dtype, torch_release)
+
+
+def compute_dtype(parameters: Iterable[Parameter], planned: UnitPlan) -> str:
+    """The dtype of the all-gather of a unit, as in a manifest; as recorded without a setting."""
+    first = min(parameters, key=lambda each: not each.trained)
+    return first.gathered_dtype(planned.param_dtype)
+
+
+def default_reduce_dtype(
+    parameters: Iterable[Parameter], param_dtype: str, torch_release: tuple[int, int]
+) -> str:
+    """The dtype in which torch reduces if it decides: for FSDP2 since 2.15 that of the parameters.
+
+    Args:
+        parameters: The parameters of the unit.
+        param_dtype: The dtype of their all-gather.
+        torch_release: The version of torch.
+    """
+    trained = [each for each in parameters if each.trained]
+    is_by_compute = torch_release < (2, 15) or any(each.is_flat for each in trained)
+    is_stored_in_32_bits = all(each.stored == 4 for each in trained)
+    return "float32" if is_stored_in_32_bits and not is_by_compute else param_dtype
 
 
 def describe_parameters(unit: Unit, ranks: int) -> dict[str, Parameter]:

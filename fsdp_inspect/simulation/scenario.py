@@ -18,7 +18,7 @@ its measured communication. Other values are derived:
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -35,6 +35,8 @@ from fsdp_inspect.simulation.memory import (
 from fsdp_inspect.simulation.network import Network, Pace
 from fsdp_inspect.simulation.parameters import (
     Parameter,
+    compute_dtype,
+    default_reduce_dtype,
     flat_numel,
     is_flat,
     is_inside,
@@ -496,11 +498,11 @@ class _Regrouping:
         source = before or self._work.units[0]
         own = {each: self._recorded.parameters[each] for each in members}
         wanted = planned.param_dtype
-        param_dtype = _compute_dtype(own.values(), wanted)
+        param_dtype = compute_dtype(own.values(), planned)
         reduce_dtype = planned.reduce_dtype or (
             source.reduce_dtype
             if planned.param_dtype is None
-            else self._default_reduce_dtype(members, param_dtype)
+            else default_reduce_dtype(own.values(), param_dtype, self._work.torch_release)
         )
         ranks = self._shard_of(name)
         numels = [self._recorded.numels[each] for each in members]
@@ -554,14 +556,6 @@ class _Regrouping:
         is_trained = any(one.trained for one in each)
         stored = round(next(iter(each)).stored)
         return numel * width, numel // ranks * stored, numel * itemsize(reduce_dtype) * is_trained
-
-    def _default_reduce_dtype(self, members: Collection[str], param_dtype: str) -> str:
-        """The dtype in which torch reduces if it decides: since 2.15 that of the parameters."""
-        own = (self._recorded.parameters[each] for each in members)
-        is_stored_in_32_bits = all(each.stored == 4 for each in own if each.trained)
-        if self._work.torch_release >= (2, 15) and is_stored_in_32_bits:
-            return "float32"
-        return param_dtype
 
     # --- compute
 
@@ -878,12 +872,6 @@ def _check_length(microbatches: int, num_units: int) -> None:
             f"A step of {microbatches:,} microbatches with {num_units} units is too long to "
             f"simulate. Expected at most {most:,} microbatches. Reduce the number of microbatches."
         )
-
-
-def _compute_dtype(parameters: Iterable[Parameter], wanted: str | None) -> str:
-    """The dtype of the all-gather of a unit, as in a manifest."""
-    first = min(parameters, key=lambda each: not each.trained)
-    return first.gathered_dtype(wanted)
 
 
 def _traits(own: dict[str, Parameter], wanted: str | None) -> dict[str, ParameterTraits]:

@@ -176,11 +176,14 @@ def test_runs_are_grouped_and_filtered_by_a_setting(folder):
     assert len(unknown.dataframe[0].value) == 4
 
 
-def test_trends_state_that_there_is_no_change(folder):
+def test_trends_of_few_runs_cannot_tell_whether_there_is_a_change(folder):
     shown = start_app(folder, "trends", metric="fsdp_copies_ns", axis="time")
     assert not shown.exception
-    assert "FSDP copies: no change point in" in read(shown)
-    assert "at least 5 points on each side" in " ".join(each.value for each in shown.caption)
+    assert "FSDP copies: cannot tell, because 10 points above 0 are needed." in read(shown)
+    assert (
+        "Cannot tell. A change point needs at least 5 points of a series on each side"
+        in " ".join(each.value for each in shown.caption)
+    )
 
 
 def test_runs_and_trends_mark_a_run_whose_plain_steps_take_longer(open_app, tmp_path):

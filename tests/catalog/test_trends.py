@@ -53,6 +53,22 @@ def test_noise_an_outlier_and_a_short_history_are_no_change() -> None:
     assert measure_trend(make_runs([1000] * 4 + [2000] * 4), "step_time_ns").changes == ()
 
 
+@pytest.mark.parametrize(
+    ("times", "num_models", "num_judged"),
+    [([1000] * 9, 1, 0), ([1000] * 10, 1, 1), ([1000] * 19, 2, 1), ([1000] * 18, 2, 0)],
+)
+def test_a_series_of_less_than_ten_points_cannot_show_a_change(times, num_models, num_judged):
+    models = [f"model {number % num_models}" for number in range(len(times))]
+    runs = make_runs(times, model=models)
+    assert len(measure_trend(runs, "step_time_ns").judged_series) == num_judged
+    assert measure_trend(runs, "step_time_ns", axis="world_size").judged_series == ()
+
+
+def test_a_series_with_a_value_of_zero_is_not_judged():
+    trend = measure_trend(make_runs([0] * 6 + [1000] * 6), "step_time_ns")
+    assert (trend.changes, trend.judged_series) == ((), ())
+
+
 def test_memory_changes_from_one_percent_on() -> None:
     peaks = [1000] * 6 + [1015] * 6
     runs = make_runs([1000] * 12, peak_allocated_bytes=peaks)

@@ -96,6 +96,33 @@ def test_a_budget_is_an_absolute_limit(invoke, forecasts, tmp_path):
     assert invoke("check", forecasts / "not-resharded", "--budget", budget).code == 1
 
 
+@pytest.mark.parametrize("has_baseline", [False, True])
+def test_memory_above_a_budget_that_did_not_rise_has_no_increase_to_explain(
+    invoke, forecasts, baseline, tmp_path, has_baseline
+):
+    budget = tmp_path / "budget.toml"
+    budget.write_text('[limits]\npeak_allocated_bytes = "1 MiB"\n')
+    options = ["--baseline", baseline] if has_baseline else []
+
+    ended = invoke("check", forecasts / "nothing", "--budget", budget, *options)
+
+    assert ended.code == 1
+    assert "above the limit 1 MiB" in ended.out
+    assert "increase" not in ended.out
+    assert "cause" not in ended.out
+
+
+@pytest.mark.parametrize("metric", ["peak_allocated_bytes", "step_time_ns"])
+def test_a_relative_limit_without_a_baseline_says_so(invoke, forecasts, tmp_path, metric):
+    budget = tmp_path / "budget.toml"
+    budget.write_text(f'[limits]\n{metric} = "+2%"\n')
+
+    ended = invoke("check", forecasts / "nothing", "--budget", budget)
+
+    assert ended.code == 2
+    assert f"{metric} cannot be judged: its limit +2% is relative" in " ".join(ended.out.split())
+
+
 def test_a_limit_in_the_baseline_is_kept_by_an_update(invoke, forecasts, baseline, tmp_path):
     copy = tmp_path / "baseline.json"
     written = json.loads(baseline.read_text())

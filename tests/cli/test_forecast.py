@@ -207,3 +207,23 @@ def test_what_a_builder_does_not_take_is_said_and_the_rest_is_answered(builder, 
     assert "It does not fit into 10.0 KiB on 8 ranks" in words
     assert "The largest batch is unknown: the builder has no keyword batch_size" in words
     assert "No change was tried: the builder has none of the keywords" in words
+
+
+@pytest.mark.usefixtures("builder")
+@pytest.mark.parametrize(("narrower", "saves"), [(64, False), (32, True)])
+def test_only_changes_that_reduce_the_required_memory_are_listed(invoke, tmp_path, narrower, saves):
+    changed = BUILDER.replace("width=64", "reshard_after_forward=None").replace(
+        'print("building")', f"width = {narrower} if reshard_after_forward else 64"
+    )
+    (tmp_path / f"changed_{narrower}.py").write_text(changed)
+
+    limits = ("--fit", "1KiB", "--allowance", "1MiB")
+    ended = invoke("plan", "memory", f"changed_{narrower}:build", *limits)
+
+    words = " ".join(ended.out.split())
+    assert ended.code == 0, ended.err
+    assert ("No memory is saved by reshard_after_forward=true." in words) is not saves
+    assert ("With none of the changes below" in words) is saves
+    rows = [line.split()[1:] for line in ended.out.splitlines() if line.startswith("reshard_after")]
+    assert [row[1:4:2] for row in rows] == [["MiB", "KiB"]] * saves
+    assert all(float(row[0]) > 1 for row in rows)  # with the allowance

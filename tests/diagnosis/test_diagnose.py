@@ -16,6 +16,7 @@ from fsdp_inspect.report.diagnosis import (
     diagnosis_to_dict,
     headline_diagnosis,
     render_diagnosis,
+    render_states,
 )
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.black_box import (
@@ -121,6 +122,10 @@ def test_the_line_of_a_late_rank_without_stacks_is_unknown() -> None:
     """The line of its last collective, which has ended, is another one."""
     found = diagnose(run_of({rank: waiting(rank) for rank in RANKS}))
     assert (found.problem, found.ranks, found.location) == (ProblemClass.RANK_LATE, (1,), "")
+    lines = text_of(render_states(found), width=160).splitlines()
+    [row] = [line for line in lines if line.startswith("1 ")]
+    assert row.rstrip().endswith("–")
+    assert "all-gather of unit 2 in forward (train.py:7)" in row
 
 
 def test_the_rank_that_never_came_is_late_with_its_line() -> None:

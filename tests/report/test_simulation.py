@@ -32,6 +32,20 @@ def test_an_error_that_rounds_to_nothing_has_no_sign(simulation: Simulation) -> 
     assert "peak of the recorded plan has an error of 0.0% against its memory step." in shown
 
 
+def test_parts_with_the_same_text_have_no_difference(simulation: Simulation) -> None:
+    before = dict.fromkeys(simulation.replayed.parts_ns, 32_000_001)
+    after = {**before, "optimizer": 32_000_000, "forward": 22_000_000}
+    close = replace(
+        simulation,
+        replayed=replace(simulation.replayed, parts_ns=before),
+        predicted=replace(simulation.predicted, parts_ns=after),
+    )
+    lines = text_of(render_simulation(close), width=400).splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
+    assert rows["optimizer"] == ["optimizer", "32.0", "ms", "32.0", "ms"]
+    assert rows["forward"][-2:] == ["-10.0", "ms"]
+
+
 def test_without_a_memory_step_it_is_said_what_to_record(simulation: Simulation) -> None:
     why = why_no_memory(simulation)
     assert why == (

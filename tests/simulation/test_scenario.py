@@ -7,6 +7,7 @@ import pytest
 
 from fsdp_inspect.errors import MissingDataError, PlanError
 from fsdp_inspect.simulation.network import CostLine, Network, Pace, fit_network
+from fsdp_inspect.simulation.parameters import default_reduce_dtype, describe_parameters
 from fsdp_inspect.simulation.recorded import (
     Execution,
     RecordedWork,
@@ -295,6 +296,13 @@ def test_since_torch_2_15_a_reduction_has_the_dtype_of_the_parameters(
     plan = block_plan().change([f"layers.{i}" for i in range(4)], param_dtype="bfloat16")
     scenario = make_scenario(replace(work, torch_release=release), manifest, plan, NETWORK)
     assert scenario.units[0].reduce_dtype == reduce_dtype
+
+
+@pytest.mark.parametrize(("is_flat", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_fsdp1_reduces_in_the_dtype_of_compute_in_all_versions(is_flat: bool, dtype: str) -> None:
+    of_block = describe_parameters(block(0), RANKS).values()
+    parameters = [replace(each, is_flat=is_flat) for each in of_block]
+    assert default_reduce_dtype(parameters, "bfloat16", (2, 15)) == dtype
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,8 @@ def check_run(
     longer = _longer(reading, baseline, of_time)
     causes: tuple[str, ...] = ()
     others: tuple[PhaseGrowth, ...] = ()
-    if baseline and failed:
+    has_risen = any(one.name in failed and (one.change or 0) > 0 for one in metrics)
+    if baseline and has_risen:
         causes = _causes_of(
             *(reading, baseline, phase),
             of_memory=bool(of_memory),
@@ -449,10 +450,22 @@ def _judge_all(
     for name in dict.fromkeys([*gated, *limits]):
         if _has_no_peak(name, reading):
             continue
-        if name in TIME_METRICS:
+        if baseline is None and limits[name].absolute is None:
+            yield _without_baseline(name, reading, limits[name].text)
+        elif name in TIME_METRICS:
             yield _judge_time(name, reading, baseline, limits.get(name))
         else:
             yield _judge_memory(name, reading, baseline, limits.get(name))
+
+
+def _without_baseline(name: str, reading: GateMeasurements, limit: str) -> MetricCheck:
+    """A metric with a relative limit, without anything that it is relative to."""
+    after = median(reading.times.get(name, ())) if name in TIME_METRICS else reading.value(name)
+    reason = (
+        f"{name} cannot be judged: its limit {limit} is relative, and there is no baseline. Pass "
+        "--baseline FILE, or set an absolute limit."
+    )
+    return MetricCheck(name, CheckOutcome.UNTOLD, None, after, None, limit, reason)
 
 
 def _has_no_peak(name: str, reading: GateMeasurements) -> bool:

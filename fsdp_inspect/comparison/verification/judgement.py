@@ -49,6 +49,7 @@ from fsdp_inspect.comparison.settings import (
     find_plan_differences,
 )
 from fsdp_inspect.errors import MissingDataError, StoreError
+from fsdp_inspect.simulation.parameters import describe_parameters, effective_dtypes
 from fsdp_inspect.simulation.predictions.records import Circumstances, Estimate, Prediction, Ruling
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.statistics import median
@@ -190,8 +191,19 @@ def _agree(predicted: Shift, shift: float) -> bool:
 # may only shift times a little is a caveat.
 
 
-def differences_of(plan: Mapping[str, Any], run: RunSource) -> tuple[PlanDifference, ...]:
-    """Differences between the predicted plan and the plan that ran; empty if none was observed."""
+_DTYPES = ("param_dtype", "reduce_dtype")
+
+
+def differences_of(
+    plan: Mapping[str, Any], run: RunSource, *, recorded: Mapping[str, Any]
+) -> tuple[PlanDifference, ...]:
+    """Differences between a plan of a prediction and the plan that ran; empty if none was observed.
+
+    Args:
+        plan: The predicted plan, or that of the baseline.
+        run: The run.
+        recorded: The plan of the baseline, whose dtypes a prediction keeps where its plan has none.
+    """
     manifest = run.manifest
     if not manifest.plan:
         return ()
@@ -199,9 +211,48 @@ def differences_of(plan: Mapping[str, Any], run: RunSource) -> tuple[PlanDiffere
         ran = observed_plan(run)
     except (MissingDataError, StoreError):  # no readable step: only the model's part is known
         ran = Plan.from_dict(manifest.plan)
-    return find_plan_differences(
-        Plan.from_dict(plan), ran, with_parameters={unit.fqn for unit in manifest.units}
+    asked, ran = _spell_out_dtypes(Plan.from_dict(plan), ran, Plan.from_dict(recorded), manifest)
+    return find_plan_differences(asked, ran, with_parameters={unit.fqn for unit in manifest.units})
+
+
+def _spell_out_dtypes(
+    asked: Plan, ran: Plan, recorded: Plan, manifest: RunManifest
+) -> tuple[Plan, Plan]:
+    """Both plans with the dtypes that torch uses, where one of them leaves them to torch.
+
+    A dtype that equals torch's default is no difference to a plan without one.
+    """
+    sizes = {group.index: len(group.ranks) for group in manifest.process_groups}
+    units, others, sources = (
+        {unit.name: unit for unit in plan.units} for plan in (asked, ran, recorded)
     )
+    for unit in manifest.units:
+        first, second, source = (each.get(unit.fqn) for each in (units, others, sources))
+        if first is None or second is None:
+            continue
+        meant: tuple[str | None, str | None] = (None, None)
+        if first.param_dtype or source is None or not source.param_dtype:
+            parameters = describe_parameters(unit, sizes.get(unit.shard_group, 1)).values()
+            meant = effective_dtypes(parameters, first, manifest.torch_release)
+        used = unit.param_dtype, unit.reduce_dtype
+        for name, of_asked, of_ran in zip(_DTYPES, meant, used, strict=True):
+            if getattr(first, name) != getattr(second, name):
+                first = first.model_copy(update={name: getattr(first, name) or of_asked})
+                second = second.model_copy(update={name: getattr(second, name) or of_ran})
+        units[unit.fqn], others[unit.fqn] = first, second
+    return (
+        asked.model_copy(update={"units": tuple(units.values())}),
+        ran.model_copy(update={"units": tuple(others.values())}),
+    )
+
+
+def _ran_otherwise(manifest: RunManifest, first: RunManifest) -> bool:
+    """Whether two runs ran different plans."""
+    if manifest.plan == first.plan or not (manifest.plan and first.plan):
+        return manifest.plan != first.plan
+    plan = Plan.from_dict(first.plan)
+    one, other = _spell_out_dtypes(plan, Plan.from_dict(manifest.plan), plan, manifest)
+    return one != other
 
 
 def find_obstacles(
@@ -224,14 +275,15 @@ def find_obstacles(
         elif not manifest.plan:
             yield f"Run {manifest.run_id} has no observed plan, so its plan is unknown."
         yield from _other_circumstances(_expected(prediction), manifest)
-        if manifest.plan != runs[0].manifest.plan:
+        if _ran_otherwise(manifest, runs[0].manifest):
             yield f"Runs {runs[0].manifest.run_id} and {manifest.run_id} ran different plans."
-    if differences_of(prediction.plan, runs[0]):
+    if differences_of(prediction.plan, runs[0], recorded=prediction.baseline_plan):
         yield "The plan of the run differs from the predicted plan."
     for run in baselines:
         for sentence in _other_circumstances(prediction.circumstances, run.manifest):
             yield f"Baseline: {sentence}"
-        if differences_of(prediction.baseline_plan, run):
+        plan = prediction.baseline_plan
+        if differences_of(plan, run, recorded=plan):
             yield f"Baseline: {run.manifest.run_id} ran a plan other than the predicted baseline."
 
 

@@ -154,7 +154,8 @@ def verify_prediction(
     """
     measured = [_measure(run, prediction) for run in runs]
     before = [_measure(run, prediction) for run in baselines]
-    differences = differences_of(prediction.plan, runs[0])
+    plan, recorded = prediction.plan, prediction.baseline_plan
+    differences = differences_of(plan, runs[0], recorded=recorded)
     obstacles = tuple(find_obstacles(prediction, runs, baselines))
     timed = [each for each in measured if each.step_ns is not None]
     untimed = [each.run_id for each in measured if each.step_ns is None]
@@ -465,6 +466,8 @@ def _say_compute(moved: _Moved, slowdown: float | None) -> str:
 
 
 def _about_memory(prediction: Prediction, peak: Quantity) -> tuple[str, ...]:
+    if prediction.peak_bytes is None and prediction.recorded_peak_bytes is not None:
+        return ("Memory is not predicted: the baseline does not show that of this plan.",)
     if prediction.peak_bytes is None:
         return ("Memory is not predicted: the baseline has no memory step.",)
     if peak.measured is None:

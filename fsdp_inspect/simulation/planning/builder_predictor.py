@@ -334,8 +334,10 @@ class FittingChange:
     """A change of settings and its forecast."""
 
     settings: Mapping[str, Any]
-    peak_bytes: int | None
-    """The need of a device; None: the forecast failed."""
+    required_bytes: int | None
+    """The need of a device, with the allowance; None: the forecast failed."""
+    saved_bytes: int | None
+    """By how much the need is lower than with the given configuration; None: as above."""
     fits: bool
     """Whether it is certain to fit."""
     problem: str | None
@@ -349,8 +351,8 @@ class Fit:
     limit_bytes: int
     world_size: int
     """World size of the batch and of the remedies."""
-    peak_bytes: int
-    """Need of a device with the given configuration on `world_size` ranks."""
+    required_bytes: int
+    """Need of a device with the given configuration on `world_size` ranks, with the allowance."""
     low_bytes: int
     high_bytes: int
     """The interval of this need."""
@@ -388,14 +390,14 @@ def find_fit(
     return Fit(
         limit_bytes=limit_bytes,
         world_size=world_size,
-        peak_bytes=round(given.value),
+        required_bytes=round(given.value),
         low_bytes=round(given.low),
         high_bytes=round(given.high),
         verdict=judge_fit(given.low, given.high, limit_bytes),
         fits=search.fits,
         smallest_world_size=search.smallest_world_size(),
         largest_batch_size=search.largest_batch(),
-        remedies=() if search.fits else search.remedies(),
+        remedies=() if search.fits else search.remedies(round(given.value)),
         unknown=tuple(search.unknown),
     )
 
@@ -473,17 +475,17 @@ class _Search:
             size = min(max(guess if guess > low else guess + 1, low + 1), high - 1)
             held[size] = most_with(size)
 
-    def remedies(self) -> tuple[FittingChange, ...]:
-        """Try the remedies by cost until one fits."""
+    def remedies(self, given: int) -> tuple[FittingChange, ...]:
+        """Try the remedies by cost until one fits; `given`: the need without them, bytes."""
         tried: list[FittingChange] = []
         for settings in filter(self._can_set, REMEDIES):
             try:
                 found = self._need(self._world_size, settings)
             except FsdpInspectError as error:
-                tried.append(FittingChange(settings, None, fits=False, problem=str(error)))
+                tried.append(FittingChange(settings, None, None, fits=False, problem=str(error)))
                 continue
-            fits = found.high <= self._limit
-            tried.append(FittingChange(settings, round(found.value), fits=fits, problem=None))
+            fits, need = found.high <= self._limit, round(found.value)
+            tried.append(FittingChange(settings, need, given - need, fits=fits, problem=None))
             if tried[-1].fits:
                 break
         if not tried:

@@ -1,11 +1,15 @@
 """Limits are read in usual notations; others are refused with a message."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from fsdp_inspect.comparison.gate.limits import parse_gate_limit, read_budget
 from fsdp_inspect.errors import CheckError
 
 GIB = 1 << 30
+GUIDE = Path(__file__).parents[3] / "docs/gate.md"
 
 
 @pytest.mark.parametrize(
@@ -22,6 +26,14 @@ GIB = 1 << 30
 )
 def test_a_limit_allows_what_it_says(metric, text, baseline, allowed):
     assert parse_gate_limit(metric, text).allowed(baseline) == allowed
+
+
+def test_the_budget_of_the_guide_is_one(tmp_path):
+    [budget] = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    (tmp_path / "budget.toml").write_text(budget)
+    limits = read_budget(tmp_path / "budget.toml")
+    assert limits["peak_allocated_bytes"].absolute == 38 * GIB
+    assert len(limits) == 3
 
 
 @pytest.mark.parametrize(

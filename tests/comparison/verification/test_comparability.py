@@ -4,11 +4,13 @@ from typing import Any
 import pytest
 
 from fsdp_inspect.comparison.verification.judgement import (
+    differences_of,
     find_obstacles,
     find_prediction_caveats,
 )
 from fsdp_inspect.simulation.predictions.records import Circumstances
-from fsdp_inspect.trace.run import ModelInfo, RunManifest, RunStatus
+from fsdp_inspect.trace.codes import ITEMSIZE
+from fsdp_inspect.trace.run import ModelInfo, ProcessGroup, RunManifest, RunStatus, Unit
 from tests.prediction_records import prediction
 
 LINK = {"bandwidth_bytes_per_s": 1e9, "latency_ns": 1000}
@@ -97,6 +99,67 @@ def test_a_prediction_for_other_ranks_expects_those():
 def test_runs_of_different_plans_are_no_repeats():
     other = run(run_id="odd", plan={"units": [{"modules": ["", "a"][1:]}]})
     assert "Runs after and odd ran different plans." in obstacles(predicted(), run(), other)
+
+
+def whole(param: str | None = None, reduce: str | None = None) -> dict[str, Any]:
+    """The plan of a model of one unit with these dtypes; None: torch decides."""
+    unit = {"modules": [""], "param_dtype": param, "reduce_dtype": reduce}
+    return {**PLAN, "units": [unit]}
+
+
+def of_dtypes(param: str, reduce: str, plan: dict[str, Any], **fields: Any) -> Run:
+    """A run of float32 parameters with the dtypes that it used and its plan."""
+    unit = Unit(
+        index=0, fqn="", modules=[""], num_parameters=1000, num_trainable_parameters=1000,
+        unsharded_bytes=1000 * ITEMSIZE[param], sharded_bytes=500, reduce_bytes=4000,
+        param_dtype=param, reduce_dtype=reduce, reshard_after_forward=False, shard_group=0,
+    )  # fmt: skip
+    group = ProcessGroup(index=0, name="shard", ranks=list(range(8)))
+    return run(units=[unit], process_groups=[group], plan=plan, **fields)
+
+
+BF16, FP32 = "bfloat16", "float32"
+
+
+@pytest.mark.parametrize(
+    ("predicted_dtypes", "dtypes", "ran", "names"),
+    [
+        ((BF16, BF16), (BF16, BF16), (BF16, None), []),
+        ((BF16, None), (BF16, BF16), (BF16, BF16), []),
+        ((FP32, None), (FP32, FP32), (None, None), []),
+        ((FP32, FP32), (FP32, FP32), (None, None), []),
+        ((None, None), (FP32, FP32), (FP32, FP32), []),
+        ((BF16, FP32), (BF16, BF16), (BF16, None), ["reduce_dtype"]),
+        ((BF16, None), (BF16, FP32), (BF16, FP32), ["reduce_dtype"]),
+        ((None, None), (BF16, FP32), (BF16, FP32), ["param_dtype"]),
+    ],
+)
+def test_a_default_that_is_spelled_out_is_the_same_plan(predicted_dtypes, dtypes, ran, names):
+    made = of_dtypes(*dtypes, whole(*ran))
+    found = differences_of(whole(*predicted_dtypes), made, recorded=whole())
+    assert [each.name for each in found] == names
+
+
+def test_since_torch_2_15_the_default_reduction_is_that_of_the_parameters():
+    made = of_dtypes(BF16, FP32, whole(BF16), versions={"torch": "2.15.0"})
+    assert differences_of(whole(BF16, FP32), made, recorded=whole()) == ()
+    spelled = of_dtypes(BF16, FP32, whole(BF16, FP32), versions={"torch": "2.15.0"})
+    assert differences_of(whole(BF16), spelled, recorded=whole()) == ()
+    (found,) = differences_of(whole(BF16, BF16), made, recorded=whole())
+    assert (found.name, found.asked, found.ran) == ("reduce_dtype", BF16, FP32)
+
+
+def test_runs_that_spell_out_a_default_ran_the_same_plan():
+    first, other = of_dtypes(BF16, BF16, whole(BF16)), of_dtypes(BF16, BF16, whole(BF16, BF16))
+    made = predicted(plan=whole(BF16))
+    assert obstacles(made, first, other) == []
+    reduces = of_dtypes(BF16, FP32, whole(BF16, FP32), run_id="odd")
+    assert obstacles(made, first, reduces) == ["Runs after and odd ran different plans."]
+
+
+def test_a_plan_without_dtypes_keeps_those_of_its_baseline():
+    made = of_dtypes(BF16, BF16, whole(BF16))
+    assert differences_of(whole(), made, recorded=whole(BF16)) == ()
 
 
 def test_a_run_without_an_observed_plan_cannot_be_judged():

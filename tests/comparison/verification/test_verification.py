@@ -26,6 +26,13 @@ def test_a_prediction_that_came_true_held_with_the_compute_of_the_baseline():
     )  # fmt: skip
 
 
+def test_a_baseline_with_a_memory_step_is_not_said_to_have_none():
+    held = verified(run_of("after", compute=70, waiting=10), recorded_peak_bytes=1 << 20)
+    assert held.caveats == (
+        "Memory is not predicted: the baseline does not show that of this plan.",
+    )
+
+
 @pytest.mark.parametrize(("waiting", "is_outside"), [(10, False), (17, True)])
 def test_a_step_outside_the_interval_by_less_than_the_noise_is_said(waiting, is_outside):
     held = verified(run_of("after", compute=70, waiting=waiting))

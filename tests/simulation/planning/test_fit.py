@@ -90,10 +90,11 @@ def test_remedies_are_tried_until_one_fits():
     fit = find_fit(model, 50, world_size=8, accepted=None)
 
     assert not fit.fits
-    assert (fit.verdict, fit.peak_bytes) == (FitVerdict.DEVICE, 110)
+    assert (fit.verdict, fit.required_bytes) == (FitVerdict.DEVICE, 110)
     assert [remedy.fits for remedy in fit.remedies] == [False, False, True]
     assert fit.remedies[-1].settings == {"checkpointing": "full"}
-    assert fit.remedies[-1].peak_bytes == 20
+    assert fit.remedies[-1].required_bytes == 20
+    assert [remedy.saved_bytes for remedy in fit.remedies] == [0, 0, 90]
 
 
 def test_what_cannot_be_set_is_not_tried_and_that_is_said():

@@ -7,6 +7,7 @@ import streamlit as st
 from fsdp_inspect.catalog.trends import (
     METRICS_OF_RUNS,
     MODEL_AND_RANKS,
+    POINTS_FOR_A_CHANGE,
     Trend,
     TrendAxis,
     TrendChange,
@@ -87,10 +88,14 @@ def _answer(trend: Trend) -> str:
         last = max(trend.changes, key=lambda change: _start_of(trend, change))
         ratio = plain(f"{100 * last.change_ratio:+.3g}%")
         return f"{plain(capitalize(trend.label))} changed by {ratio} at {code(last.run)}\\."
-    count = sum(len(point.runs) for point in trend.points)
+    judged = trend.judged_series or trend.series
+    count = sum(len(point.runs) for point in trend.points if point.series in judged)
     runs = plural(count, "run")
     if trend.axis in (TrendAxis.TIME, TrendAxis.COMMIT):
-        return plain(f"{capitalize(trend.label)}: no change point in {runs}.")
+        found = f"no change point in {runs}"
+        if not trend.judged_series:
+            found = f"cannot tell, because {POINTS_FOR_A_CHANGE} points above 0 are needed"
+        return plain(f"{capitalize(trend.label)}: {found}.")
     return plain(f"{capitalize(trend.label)} of {runs} by {_AXES[trend.axis]}.")
 
 
@@ -149,8 +154,9 @@ def _show_changes(trend: Trend) -> None:
     with show_card("Change points", key="changes"):
         if not trend.changes:
             show_note(
-                "None. A change point needs at least 5 points on each side, and medians that "
-                "differ by 10%, or by 1% for memory\\."
+                f"{'None' if trend.judged_series else 'Cannot tell'}. A change point needs at "
+                f"least {POINTS_FOR_A_CHANGE // 2} points of a series on each side, all above 0, "
+                "and medians that differ by 10%, or by 1% for memory\\."
             )
         for number, change in enumerate(trend.changes[:_MOST_CHANGES]):
             _show_change(trend, change, number)
