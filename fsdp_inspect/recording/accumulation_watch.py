@@ -218,18 +218,31 @@ class WindowWatch:
         self._optimizer: int | None = None
         """The id of the optimizer."""
         self._is_over = False
-        self._number = 0
+        self._number = self._num_batches = 0
         self._scale = 0.0
-        self._ends_pass = False
+        self._ends_pass = self._was_short = False
 
     @property
     def is_open(self) -> bool:
         """Whether the scale of the next mean is worth reading."""
         return not self._is_over and len(self.seen.short) < _SHORT
 
+    def stop(self) -> None:
+        """Observe no further window, because the scale of a loss is not known."""
+        self._is_over = True
+
+    def note_batch(self) -> None:
+        """Count a batch of a DataLoader."""
+        self._num_batches += 1
+
     def note_end_of_pass(self) -> None:
-        """Note that a pass over a DataLoader has ended."""
-        self._ends_pass = True
+        """Note that a pass over a DataLoader has ended: before the last update, or right after."""
+        if self._number or self._num_batches:
+            self._ends_pass = True
+        elif self._was_short:
+            *others, last = self.seen.short
+            last = last.model_copy(update={"ends_pass": True})
+            self.seen = self.seen.model_copy(update={"short": [*others, last]})
 
     def note_scale(self, scale: float) -> None:
         """Add the gradient of a mean loss."""
@@ -241,8 +254,11 @@ class WindowWatch:
 
     def note_update(self, optimizer: torch.optim.Optimizer, step: int) -> bool:
         """Close the window of an update; returns whether something new was seen."""
-        number, scale, ends = self._number, self._scale, self._ends_pass
-        self._number, self._scale, self._ends_pass = 0, 0.0, False
+        number, scale = self._number, self._scale
+        has_all = self._num_batches <= number  # else a batch had no backward
+        ends = self._ends_pass and has_all
+        self._number, self._num_batches, self._scale = 0, 0, 0.0
+        self._ends_pass = self._was_short = False
         self._optimizer = self._optimizer or id(optimizer)
         self._is_over |= id(optimizer) != self._optimizer
         seen = self.seen
@@ -256,6 +272,7 @@ class WindowWatch:
         elif len(seen.short) < _SHORT:
             short = WindowSeen(step=step, num_backwards=number, scale=scale, ends_pass=ends)
             self.seen = seen.model_copy(update={"short": [*seen.short, short]})
+            self._was_short = has_all
             return True
         return self.seen.num_usual <= _USUAL
 

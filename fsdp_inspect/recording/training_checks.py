@@ -37,6 +37,8 @@ _STEPS = 8
 _OPTIMIZERS = 16
 """With more optimizers, such as one for each parameter, none is observed."""
 _LOSSES = 64
+_ROUNDING = 0.02
+"""The relative error of a loss, for example in bfloat16."""
 _STALE_AFTER = 3
 """The update before which an optimizer without the model's parameters is reported."""
 
@@ -91,6 +93,9 @@ class TrainingChecks:
         self._clips = ClipWatch(self._quietly)
         self._batches = BatchWatch()
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        self._began_from: float | None = None
+        """The value that the last backward began from; None: it is not on the CPU, or there are
+        several."""
         self._num_noted = self._num_updates = self._num_backwards = 0
         self._is_over = self._has_failed = False
         self._has_news = False
@@ -253,6 +258,7 @@ class TrainingChecks:
             self._quietly(lambda: self._see_batch(batch, iterator), is_early=False)
 
     def _see_batch(self, batch: Any, iterator: Any) -> None:
+        self._windows.note_batch()
         is_early = not self.is_over
         self._has_news |= self._batches.note_batch(batch, iterator, is_early=is_early)
 
@@ -268,6 +274,8 @@ class TrainingChecks:
 
     def note_inputs(self, *inputs: Any) -> None:
         """Observe what a model receives first after a batch."""
+        if not torch.is_grad_enabled():  # an evaluation
+            return
         is_early = not self._batches.is_waiting
         self._quietly(lambda: self._batches.note_inputs(inputs, self._device), is_early=is_early)
 
@@ -278,7 +286,7 @@ class TrainingChecks:
         if not self.is_over:
             if (coverage := self._coverage) is not None:
                 self._quietly(coverage.before_backward)
-            self._quietly(self._see_backward)
+            self._quietly(lambda: self._see_backward(tensors))
             self._quietly(self._stale.before_backward)
             self._quietly(self._clips.before_backward)
         self._quietly(self._begin_backward, is_early=False)
@@ -288,8 +296,11 @@ class TrainingChecks:
         self._accumulation.before_backward(may_read=self._session.tracker is None)
         self._windows.note_backward()
 
-    def _see_backward(self) -> None:
+    def _see_backward(self, tensors: Any) -> None:
         session = self._session
+        loss = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
+        is_known = is_plain(loss) and loss.numel() == 1
+        self._began_from = float(loss.detach()) if is_known else None
         self._has_news |= self._batches.before_backward(
             session.step, is_first=session.microbatch == 0
         )
@@ -312,8 +323,14 @@ class TrainingChecks:
     def _note_mean(self, target: Any, ignored: int, result: Any, is_sum: bool) -> None:
         if not self.is_over:
             self._quietly(lambda: self._see_mean(target, ignored, result, is_sum))
-        elif self._windows.is_open and not is_sum:
-            self._quietly(lambda: self._see_scale(result), is_early=False)
+        elif self._windows.is_open:
+            see = self._windows.stop if is_sum else lambda: self._see_scale(result)
+            self._quietly(see, is_early=False)
+
+    def _has_other_terms(self, term: float) -> bool:
+        """Whether the value that backward began from is known to differ from this term of it."""
+        whole = self._began_from
+        return whole is not None and abs(whole - term) > _ROUNDING * abs(whole)
 
     def _see_scale(self, result: Any) -> None:
         """Note the gradient of a mean, also after the first steps."""
@@ -327,7 +344,10 @@ class TrainingChecks:
 
     def _see_mean(self, target: Any, ignored: int, result: Any, is_sum: bool) -> None:
         session = self._session
-        if session.in_backward or len(self._seen.losses) >= _LOSSES:  # a repeated forward
+        if session.in_backward:  # a repeated forward
+            return
+        if len(self._seen.losses) >= _LOSSES:
+            (self._windows.stop if is_sum else lambda: self._see_scale(result))()
             return
         if not (is_plain(target) and is_plain(result) and result.requires_grad):
             return
@@ -342,13 +362,19 @@ class TrainingChecks:
         where = {"step": session.step, "microbatch": session.microbatch}
         place = find_calling_line(sys._getframe(1))
         dtype = str(result.dtype).removeprefix("torch.")
+        value = float(result.detach())
 
         def see_gradient(gradient: torch.Tensor) -> None:
             def keep() -> None:
                 scale = float(gradient) * (count if is_sum else 1)
                 if math.isfinite(scale):
                     seen = LossSeen(
-                        num_tokens=count, scale=scale, place=place, dtype=dtype, **where
+                        num_tokens=count,
+                        scale=scale,
+                        place=place,
+                        dtype=dtype,
+                        is_part=self._has_other_terms(value * float(gradient)),
+                        **where,
                     )
                     self._seen.losses.append(seen)
                     self._windows.note_scale(scale)

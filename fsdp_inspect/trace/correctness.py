@@ -73,6 +73,8 @@ class LossSeen(Record):
     """The user's line, `file:line`; empty: unknown."""
     dtype: str = ""
     """The dtype of the value; empty: unknown."""
+    is_part: bool = False
+    """Whether the value that backward started from has other terms, too."""
 
 
 class ValuesSeen(Record):

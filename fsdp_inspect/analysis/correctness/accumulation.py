@@ -9,8 +9,9 @@
   usual, whose losses are divided by the usual number.
 - Refuted by: changed parameters between the backwards (SAM), several backwards for one batch (an
   attack on the inputs, chunks of a sequence), batches of several loaders (tasks that add up),
-  gradients that the loop divides after the backward or keeps apart (differential privacy), a number
-  of backwards that varies elsewhere.
+  gradients that the loop or a divide factor of FSDP2 divides or that the loop keeps apart
+  (differential privacy), a number of backwards that varies elsewhere, other terms of a loss with a
+  small weight (distillation).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -156,6 +157,8 @@ def _not_divided(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
     ]
     if not factors or median(factors) < (1 + _TOLERANCE) / number:
         return None
+    if _is_divided_by_factor(observed, rounds):
+        return None
     return _fault(
         rounds,
         f"The loss is not divided by the {number} microbatches.",
@@ -167,10 +170,21 @@ def _not_divided(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
     )
 
 
+def _is_divided_by_factor(observed: Observed, rounds: _Rounds) -> bool:
+    """Whether FSDP2 divides by a number of the script, or a hook of DDP may divide."""
+    return bool(observed.run.manifest.observed.get("comm_hooks")) or any(
+        each.divide_factor not in (None, len(rounds))
+        for rank in rounds
+        for each in observed.seen[rank].parameters
+    )
+
+
 def _divided_twice(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
     windows = [observed.seen[rank].windows for rank in rounds]
     number = windows[0].num_backwards
-    if number == len(rounds) or number < _LEAST_FOR_TWICE:  # or divided by the ranks
+    groups = [len(group.ranks) for group in observed.run.manifest.process_groups]
+    is_of_ranks = number in (len(rounds), *groups)  # or divided by the ranks
+    if is_of_ranks or number < _LEAST_FOR_TWICE or _is_divided_by_factor(observed, rounds):
         return None
     if any(
         each.num_backwards != number
@@ -179,6 +193,8 @@ def _divided_twice(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
         for each in windows
     ):
         return None
+    if any(each.is_part for rank in rounds for each in observed.seen[rank].losses):
+        return None  # it may have this weight among other terms
     if not _have_a_batch_each(observed, rounds, number):
         return None
     return _fault(

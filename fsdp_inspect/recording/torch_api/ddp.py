@@ -221,7 +221,9 @@ def ddp_settings_of(wrapper: DistributedDataParallel) -> dict[str, str]:
     """The settings that change the schedule or the memory, as text."""
     logged: dict[str, Any] = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     cap = logged.get("bucket_cap_bytes")
+    hooks = ", ".join(comm_hooks_of(wrapper))
     return {
+        **({"comm_hooks": hooks} if hooks else {}),
         "bucket_cap_mb": f"{cap / 2**20:.3g}" if isinstance(cap, int) else "unknown",
         "find_unused_parameters": str(bool(wrapper.find_unused_parameters)),
         "static_graph": str(bool(wrapper.static_graph)),
