@@ -179,16 +179,16 @@ def shards_reduced_again(folder: Path, sharder: str) -> None:
     train(folder, Setup(sharder, model, **flat), step)
 
 
-def divide_by_one(setup: Setup) -> None:
+def divide_by(setup: Setup, factor: float) -> None:
     for each in (setup.model, setup.model[0]):
         each.set_force_sum_reduction_for_comms(True)  # gloo has no other operation for a factor
-        each.set_gradient_divide_factor(1.0)
+        each.set_gradient_divide_factor(factor)
 
 
 @loop("fsdp2", mistake="Gradients are 2 times the mean over the ranks.")
 def divide_factor_of_one(folder: Path, sharder: str) -> None:
     setup = Setup(sharder)
-    divide_by_one(setup)
+    divide_by(setup, 1.0)
     train(folder, setup, plain_step)
 
 
@@ -238,7 +238,7 @@ def averaged_again(folder: Path, sharder: str) -> None:
 def sum_with_divide_factor(folder: Path, sharder: str) -> None:
     """As in torchtitan: the sum of the losses / the number of tokens of all ranks."""
     setup = Setup(sharder)
-    divide_by_one(setup)
+    divide_by(setup, 1.0)
 
     def step(setup: Setup, number: int, batch: Batch) -> None:
         tokens = torch.tensor(batch[1].numel())
@@ -667,6 +667,53 @@ def divided_twice_in_short_epochs(folder: Path, sharder: str) -> None:
 @loop(*ALL, mistake="The loss is not divided by the 4 microbatches.")
 def not_divided_in_short_epochs(folder: Path, sharder: str) -> None:
     train_in_epochs(folder, sharder, lambda own: 1)
+
+
+@loop(*ALL, mistake="The last update of an epoch is 2 times too small.")
+def last_window_ended_by_the_last_batch(folder: Path, sharder: str) -> None:
+    """The update comes before the loader says that it has no batch left."""
+    setup = Setup(sharder)
+    with fsdp_inspect.Recorder(setup.model, path=folder, print_verdict=False):
+        for _ in range(5):
+            for number, batch in enumerate(batches(), 1):
+                (loss_of(setup.model, batch) / 4).backward()
+                if number in (4, 6):
+                    setup.optimizer.step()
+                    setup.optimizer.zero_grad()
+
+
+@loop(*ALL)
+def windows_with_a_skipped_microbatch(folder: Path, sharder: str) -> None:
+    """An epoch ends in a window in which one batch has no backward."""
+    setup, total = Setup(sharder), 0
+    with fsdp_inspect.Recorder(setup.model, path=folder, print_verdict=False):
+        for _ in range(6):
+            for batch in batches():
+                total += 1
+                if total % 14 != 6:
+                    (loss_of(setup.model, batch) / 4).backward()
+                if total % 4 == 0:
+                    setup.optimizer.step()
+                    setup.optimizer.zero_grad()
+
+
+@loop(*ALL)
+def windows_of_a_loss_with_two_terms(folder: Path, sharder: str) -> None:
+    """As a distillation: the cross entropy has the weight 1/4, as if divided by 4 twice."""
+
+    def microbatch(setup: Setup, number: int, batch: Batch) -> None:
+        logits = setup.model(batch[0])
+        loss = 0.25 * loss_of(lambda _: logits, batch) + 0.75 * logits.square().mean()
+        (loss / 4).backward()
+
+    train_in_windows(folder, Setup(sharder), microbatch, size=4, epochs=8)
+
+
+@loop("fsdp2")
+def windows_divided_by_a_factor(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder)
+    divide_by(setup, 2 * 4.0)
+    train_in_windows(folder, setup, plain_step, size=4, epochs=8)
 
 
 @loop(*ALL)
