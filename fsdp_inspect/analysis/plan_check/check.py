@@ -38,7 +38,7 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.run import RunManifest, RunSource
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
 from fsdp_inspect.trace.tables import EventTable
 
 MOST_STEPS = 20
@@ -122,13 +122,24 @@ def check_plan(run: RunSource) -> PlanCheck:
     events = run.events(rank, steps=before, kinds=(EventKind.STEP, *PASS_KINDS, *COUNTED_KINDS))
     own = set(events.step[events.kind == EventKind.STEP].tolist())
     observed = ObservedCollectives(events, [step for step in steps if step in own])
-    if not observed.has_passes:
+    if observed.has_passes:
+        checked = _check(manifest, rank, observed)
+        loop = checked.loop
+    else:
         checked = _unknown(manifest, "the run does not record forward and backward of its units")
-        return replace(checked, loop=_count_backwards(manifest, events, observed.steps))
-    checked = _check(manifest, rank, observed)
-    assert checked.loop is not None
-    adds_up = checked.loop.adds_up and _have_like_forwards(events, observed.steps)
-    return replace(checked, loop=replace(checked.loop, adds_up=adds_up))
+        loop = _count_backwards(manifest, events, observed.steps)
+    if loop is not None and loop.adds_up:
+        adds_up = _have_like_forwards(events, observed.steps)
+        is_part = _reads_fewer_batches(run.ranks[0], loop.microbatches)
+        loop = replace(loop, adds_up=adds_up and not is_part)
+    return replace(checked, loop=loop)
+
+
+def _reads_fewer_batches(record: RankRecord, num_backwards: int) -> bool:
+    """Whether most updates read fewer batches than they have backwards, such as parts of one."""
+    rounds = record.training.rounds if record.training is not None else ()
+    counts = [each.num_batches for each in rounds if each.num_batches]
+    return bool(counts) and _most_frequent(counts) < num_backwards
 
 
 def _why_not(run: RunSource, steps: Sequence[int]) -> str | None:
@@ -378,8 +389,7 @@ def _count_backwards(
         microbatches=_most_frequent(Counter(step for step, _ in ran).values()),
         sync="",
         kept_between_microbatches=(),
-        adds_up=manifest.observed.get("gradients_between_backwards") == "kept"
-        and _have_like_forwards(events, steps),
+        adds_up=manifest.observed.get("gradients_between_backwards") == "kept",
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from fsdp_inspect.analysis.plan_check.check import check_plan
 from fsdp_inspect.store.reader import open_run
 from fsdp_inspect.trace.codes import DTYPES, ITEMSIZE, EventFlag, EventKind, Phase
+from fsdp_inspect.trace.correctness import RoundSeen, TrainingSeen
 from fsdp_inspect.trace.run import ModelInfo
 from tests.builders import MESSAGE_BYTES, RunBuilder
 from tests.llama70b import NUM_BLOCKS, llama_70b_run
@@ -64,13 +65,25 @@ def contradictions(check):
 
 
 @pytest.mark.parametrize(
-    ("gradients", "num_forwards", "adds_up"),
-    [("kept", 4, True), ("kept", 1, False), ("changed", 4, False)],
+    ("gradients", "num_forwards", "num_batches", "adds_up"),
+    [
+        pytest.param("kept", 4, 0, True, id="microbatches"),
+        pytest.param("kept", 4, 4, True, id="microbatches of a loader"),
+        pytest.param("kept", 4, 1, False, id="parts of one batch"),
+        pytest.param("kept", 1, 0, False, id="several losses of one batch"),
+        pytest.param("changed", 4, 0, False, id="models of their own"),
+    ],
 )
-def test_the_backwards_of_a_model_without_units_are_counted(gradients, num_forwards, adds_up):
-    """DDP records forward and backward of the whole model. One batch may have several losses."""
+def test_the_backwards_of_a_model_without_units_are_counted(
+    gradients, num_forwards, num_batches, adds_up
+):
+    """DDP records forward and backward of the whole model."""
     builder = RunBuilder(world_size=2, observed={"gradients_between_backwards": gradients})
     rank = builder.rank(0)
+    amounts = dict.fromkeys(("step", "num_passes", "num_cleared", "num_moved", "num_rates"), 0)
+    given = {"num_backwards": 4, "num_batches": num_batches, "num_loaders": 1}
+    seen = RoundSeen(**amounts, **given, is_kept=False)
+    rank.record = {"training": TrainingSeen(rounds=[seen] * 3)}
     for step in range(3):
         rank.step(step, 100 * step, 100 * step + 100)
         for number in range(4):
