@@ -516,13 +516,13 @@ _ALL = (
         "cost_low_ns",
         "smallest straggler cost",
         _NS,
-        "straggler cost in the window of replayed steps where it is smallest",
+        "the smallest decrease of a window of replayed steps without the straggler's extra work",
     ),
     Metric(
         "cost_high_ns",
         "largest straggler cost",
         _NS,
-        "straggler cost in the window of replayed steps where it is largest",
+        "the largest decrease of a window of replayed steps without the straggler's extra work",
     ),
     Metric("cost_ratio", "straggler cost ratio", _RATIO, "straggler cost / typical step"),
     Metric(

@@ -374,6 +374,7 @@ class TrainingChecks:
                         place=place,
                         dtype=dtype,
                         is_part=self._has_other_terms(value * float(gradient)),
+                        is_sum=is_sum,
                         **where,
                     )
                     self._seen.losses.append(seen)

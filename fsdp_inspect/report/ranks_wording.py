@@ -198,21 +198,14 @@ def _meanwhile(straggler: Straggler, num_ranks: int) -> str:
 
 
 def _replay(replay: StepReplay, straggler: Straggler) -> str:
+    ends = straggler.cost_range
+    between = f" The cost of a window is {ends}." if ends else ""
     return (
         f"Predicted: if rank {straggler.rank} worked as long as rank {straggler.like_rank}, "
         f"{_steps(replay)} would take "
         f"{format_metric('step_time_ns', replay.replayed_ns - straggler.cost_ns)} a step instead "
-        f"of {format_metric('step_time_ns', replay.replayed_ns)}.{_cost_range(replay, straggler)} "
+        f"of {format_metric('step_time_ns', replay.replayed_ns)}.{between} "
         f"{_replay_error(replay)}"
-    )
-
-
-def _cost_range(replay: StepReplay, straggler: Straggler) -> str:
-    if replay.num_windows == 1:
-        return ""
-    return (
-        f" The cost differs from {format_metric('cost_low_ns', straggler.cost_low_ns)} to "
-        f"{format_metric('cost_high_ns', straggler.cost_high_ns)} between them."
     )
 
 

@@ -125,6 +125,8 @@ def effective_dtypes(
     parameters: Collection[Parameter], planned: UnitPlan, torch_release: tuple[int, int]
 ) -> tuple[str | None, str | None]:
     """The dtypes of the all-gather and of the reduction that a plan means; None: unknown."""
+    if not parameters:
+        return None, None
     first = min(parameters, key=lambda each: not each.trained)
     param_dtype = (
         first.stored_dtype if planned.param_dtype is None else compute_dtype(parameters, planned)

@@ -75,6 +75,8 @@ class LossSeen(Record):
     """The dtype of the value; empty: unknown."""
     is_part: bool = False
     """Whether the value that backward started from has other terms, too."""
+    is_sum: bool = False
+    """Whether the loss is a sum, which the script divides."""
 
 
 class ValuesSeen(Record):

@@ -99,12 +99,15 @@ def _have_a_batch_each(observed: Observed, rounds: _Rounds, num: int) -> bool:
     rounds: the loader reads ahead, or another one evaluates.
     """
     for rank, own in rounds.items():
-        short = observed.seen[rank].windows.short
-        sizes = {num, *(each.num_backwards for each in short)}
-        regular = [each for each in own if each.num_batches in sizes and each.num_loaders == 1]
-        others = len(own) - len(regular)
-        ends_passes = all(each.ends_pass for each in short)
-        if any(each.num_cleared for each in own) or others > (2 * len(short) if ends_passes else 0):
+        windows = observed.seen[rank].windows
+        short = {each.step: each.num_backwards for each in windows.short}
+        regular = [
+            each
+            for each in own
+            if each.num_batches == short.get(each.step, num) and each.num_loaders == 1
+        ]
+        disturbed = 2 * len(short) if all(each.ends_pass for each in windows.short) else 0
+        if any(each.num_cleared for each in own) or len(own) - len(regular) > disturbed:
             return False
         if len(regular) < _LEAST_ROUNDS:
             return False
@@ -149,11 +152,12 @@ def _not_divided(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
     number = known[0]
     if not _have_a_batch_each(observed, rounds, number):
         return None
+    short = {each.step for rank in rounds for each in observed.seen[rank].windows.short}
     factors = [
         update.factor
         for rank in rounds
         for update in observed.seen[rank].updates
-        if update.factor is not None
+        if update.factor is not None and update.step not in short
     ]
     if not factors or median(factors) < (1 + _TOLERANCE) / number:
         return None
@@ -255,8 +259,8 @@ def _short_windows(observed: Observed) -> Iterator[TrainingFault]:
             share = short.num_backwards / usual
             if not short.ends_pass or abs(short.scale - share) > _TOLERANCE * share:
                 return
-    if not seen:
-        return
+    if not seen or any(loss.is_sum for each in observed.seen.values() for loss in each.losses):
+        return  # a sum may be divided by a constant on purpose
     first = seen[min(seen)]
     short, usual = first.short[0], first.num_backwards
     times = usual / short.num_backwards

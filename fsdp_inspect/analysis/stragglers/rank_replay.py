@@ -494,7 +494,7 @@ class ReplayedCost:
 
     cost_ns: int
     low_ns: int
-    """The smallest cost of a window."""
+    """The smallest cost of a window, at least 0."""
     high_ns: int
     """The largest cost of a window."""
     like_rank: int
@@ -556,7 +556,7 @@ class RankPricing:
             differences.append((replayed - replaced, slow - fast))
         smallest = [min(each) for each in differences]
         cost = round(min(np.mean(differences, axis=0)))
-        return ReplayedCost(cost, min(smallest), max(smallest), like)
+        return ReplayedCost(cost, max(min(smallest), 0), max(smallest), like)
 
     def _typical_of(self, ranks: Sequence[int]) -> int:
         """Return the rank with the median work in all windows among these ranks."""

@@ -520,8 +520,7 @@ def _find_straggler(
             f"the cost of rank {row.rank} is unknown, because the replay misses the recorded step "
             f"by {format_ratio(replay.error_ratio)}."
         )
-    low, high = min(priced.low_ns, cost), max(priced.high_ns, cost)
-    return _Priced(row, replace(priced, cost_ns=cost, low_ns=low, high_ns=high)), None
+    return _Priced(row, replace(priced, cost_ns=cost)), None
 
 
 def _find_missing_core(

@@ -90,10 +90,10 @@ class Straggler:
     cost_ns: int
     """Decrease of the typical step without the straggler's systematic extra work."""
     cost_low_ns: int
-    """The smallest decrease in a window of replayed steps. The window, not the typical step, has
-    it; with one window, it is the cost."""
+    """The smallest decrease in a window of replayed steps, also by extra work that other steps do
+    not have."""
     cost_high_ns: int
-    """The largest decrease in a window."""
+    """The largest such decrease in a window."""
     cost_ratio: float
     """Cost / typical step of the median rank, as in the verdict."""
     waits_ns: dict[str, int]
@@ -102,6 +102,12 @@ class Straggler:
     between_ns: int = 0
     """Its extra time in checkpoints and evaluation between the steps, per step. No part of the
     cost, which is that of its extra work in the steps."""
+
+    @property
+    def cost_range(self) -> str:
+        """`12 ms to 20 ms`, over the windows; empty: one window, or they are equal."""
+        ends = format_ns(self.cost_low_ns), format_ns(self.cost_high_ns)
+        return "" if ends[0] == ends[1] else " to ".join(ends)
 
     @property
     def waits_for_data(self) -> bool:

@@ -406,18 +406,14 @@ def _on_rank(facts: StepFacts) -> str:
     return "" if facts.rank is None else f" on rank {facts.rank}"
 
 
-def _cost_range(straggler: Straggler) -> str:
-    low, high = straggler.cost_low_ns, straggler.cost_high_ns
-    return "" if low == high else f" ({format_ns(low)} to {format_ns(high)} in parts of the run)"
-
-
 def _phrase_straggler(facts: StepFacts) -> Words:
     straggler = facts.straggler
     assert straggler is not None
+    parts = f" ({straggler.cost_range} in parts of the run)" if straggler.cost_range else ""
     phase = f", most of all in {straggler.named_phase}" if straggler.named_phase else ""
     why = [
         f"Without its extra work the typical step of {format_ns(facts.step_time_ns)} is "
-        f"about {format_ns(straggler.cost_ns)} shorter{_cost_range(straggler)}.",
+        f"about {format_ns(straggler.cost_ns)} shorter{parts}.",
         f"It arrives last at {format_ratio(straggler.last_ratio)} of the collectives, then by "
         f"{format_ns(straggler.late_ns)} (median){phase}.",
     ]

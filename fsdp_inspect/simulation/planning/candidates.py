@@ -189,16 +189,25 @@ def fix_candidate(job: Job, given: Mapping[str, Any]) -> Candidate:
             f"not divide {job.gpus} GPUs. Expected sizes whose product does. Change --set or "
             "--gpus."
         )
-    if job.batch_tokens is None or "microbatches" in given:
+    if "microbatches" in given:
         return candidate
-    count = _microbatches(job, candidate.batch_size * (job.gpus // ranks))
-    if count is None:
+    whole = with_whole_batch(job, candidate)
+    if whole is None:
         raise ConfigError(
             f"Invalid --batch-tokens {job.batch_tokens}: a microbatch of all ranks has "
             f"{job.tokens_of_step(candidate)} tokens. Expected a multiple of it. Change "
             "--batch-tokens, or --set batch_size."
         )
-    return replace(candidate, microbatches=count)
+    return whole
+
+
+def with_whole_batch(job: Job, candidate: Candidate) -> Candidate | None:
+    """The candidate with the microbatches that make the batch of the job; None: no number does."""
+    if job.batch_tokens is None:
+        return candidate
+    ranks = job.gpus // candidate.ranks_of_sequences
+    count = _microbatches(job, candidate.batch_size * ranks)
+    return None if count is None else replace(candidate, microbatches=count)
 
 
 _MESH = ("tensor_parallel", "replicas")

@@ -31,6 +31,7 @@ from fsdp_inspect.simulation.planning.candidates import (
     Candidate,
     Job,
     narrow_candidates,
+    with_whole_batch,
 )
 from fsdp_inspect.simulation.planning.forecast_step import ForecastStep
 from fsdp_inspect.simulation.planning.machines import PlannedMachine
@@ -467,6 +468,13 @@ def make_capacity_plan(
     """
     machine.speed.links.ring(job.gpus, 1)  # rejects a preset without a network
     listed = narrow_candidates(job, settings) if candidates is None else list(candidates)
+    if not listed and job.batch_tokens is None:
+        given = " ".join(f"--set {name}={value}" for name, value in settings.items())
+        raise ConfigError(
+            f"Invalid {given}: no plan of the search has these settings on {job.gpus} GPUs. "
+            "Expected replicas of whole nodes, and tensor_parallel that divides the GPUs of a node "
+            "and the heads of the model. Change --set or --gpus."
+        )
     if not listed:
         raise ConfigError(
             f"Invalid --batch-tokens {job.batch_tokens}: no microbatch of {BATCH_SIZES[0]} to "
@@ -548,9 +556,24 @@ class _Compared:
     settings: Mapping[str, Any]
     """The settings that all of them have."""
 
+    @property
+    def is_batch_given(self) -> bool:
+        """Whether the batch and the number of its microbatches are given, so also their size."""
+        return self.job.batch_tokens is not None and "microbatches" in self.settings
+
     def least(self, job: Job) -> list[Candidate]:
         """The candidates of a job with the least memory: each mesh, also with offload."""
-        return narrow_candidates(job, {**_LEAST, **self.settings})
+        least = {**_LEAST, **self.settings}
+        if self.is_batch_given and "batch_size" not in self.settings:
+            del least["batch_size"]
+        return narrow_candidates(job, least)
+
+    def change(self, base: Candidate, changes: Mapping[str, Any]) -> Candidate | None:
+        """A candidate with some changes, for the same batch; None: there is none."""
+        changed = replace(base, **changes)
+        if self.is_batch_given and changed.batch_size != base.batch_size:
+            return None
+        return with_whole_batch(self.job, changed)
 
 
 _LEAST: Mapping[str, Any] = {
@@ -573,8 +596,8 @@ def _find_change(machine: PlannedMachine, compared: _Compared) -> tuple[Candidat
     layouts = sorted(compared.least(job), key=lambda each: (each.offload, each.tensor_parallel))
     excluded = frozenset(candidates)
     for base in candidates if len(candidates) == 1 else layouts:
-        for changed in (replace(base, **changes) for changes in _SMALLER):
-            if changed in excluded:
+        for changed in (compared.change(base, changes) for changes in _SMALLER):
+            if changed is None or changed in excluded:
                 continue
             memory = predict_memory(job, machine, changed)
             if memory.verdict is FitVerdict.FITS:
@@ -615,7 +638,9 @@ def _smallest(
     machine: PlannedMachine, compared: _Compared, gpus: int, given: Candidate | None
 ) -> Iterator[PlannedMemory]:
     """The memory on a number of GPUs of the given plan, or of the candidates with the least."""
-    larger = replace(compared.job, gpus=gpus, batch_tokens=None)
+    tokens = compared.job.batch_tokens
+    scaled = tokens * gpus // compared.job.gpus if tokens and compared.is_batch_given else None
+    larger = replace(compared.job, gpus=gpus, batch_tokens=scaled)
     if given is not None and not given.is_sharded:
         given = replace(given, replicas=gpus // given.ranks_of_sequences)
     candidates = compared.least(larger) if given is None else [given]

@@ -238,8 +238,12 @@ def test_jitter_that_both_ranks_have_is_not_billed_to_the_later_one():
 def test_the_cost_of_a_rank_with_varying_extra_work_has_a_range():
     extra = [60, 60, 60, 60, 180, 180, 180, 180, 60, 60] * 4  # mean 108, median 60
     straggler = measure_ranks(build_run(*[(100, 100 + more) for more in extra])).straggler
-    assert straggler.cost_ns == straggler.cost_low_ns == 60
-    assert 108 <= straggler.cost_high_ns <= 180
+    assert straggler.cost_ns == 60
+    assert 60 <= straggler.cost_low_ns < 108 <= straggler.cost_high_ns <= 180
+    assert straggler.cost_range
+    even = measure_ranks(build_run(*[(100, 160)] * 20)).straggler
+    assert even.cost_low_ns == even.cost_ns == even.cost_high_ns
+    assert not even.cost_range
 
 
 def test_imbalance_costs_no_more_than_the_ranks_wait():

@@ -7,6 +7,7 @@ import pytest
 
 from fsdp_inspect import forecast_memory
 from fsdp_inspect.analysis.memory.fit import FitVerdict, default_allowance
+from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.report.planning import trainer_settings
 from fsdp_inspect.simulation.planning.candidates import (
     Candidate,
@@ -209,8 +210,30 @@ def test_what_is_missing_is_that_of_plans_with_the_given_settings(settings):
     assert fits is not None
     assert {name: getattr(fits.candidate, name) for name in settings} == settings
     assert plan(found.memory_bytes / GIB - 0.01).found.best is None
-    change = plan(found.memory_bytes / GIB - 0.5).shortfall.change
-    assert change is None or "attention" not in settings or change.attention == "flash1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_change"),
+    [({"batch_size": 8}, True), ({"batch_size": 8, "microbatches": 1}, False)],
+)
+def test_the_smallest_change_keeps_the_batch(settings, has_change):
+    job = replace(make_job("llama-8b", num_layers=3, seq_len=4096), batch_tokens=64 * 4096)
+    machine = make_machine("h100-nvlink", memory_bytes=12 * GIB)
+
+    found = make_capacity_plan(job, machine, "h100-nvlink", settings=settings)
+
+    assert found.shortfall is not None
+    change = found.shortfall.change
+    assert (change is not None and change.batch_size == 1) is has_change
+    assert change is None or job.tokens_of_step(change) == job.batch_tokens
+
+
+def test_settings_that_no_plan_has_are_named():
+    with pytest.raises(ConfigError, match="Invalid --set replicas=3: no plan"):
+        make_capacity_plan(
+            make_job("llama-8b", num_layers=3), make_machine("h100-nvlink"), "h100-nvlink",
+            settings={"replicas": 3},
+        )  # fmt: skip
 
 
 def test_every_value_is_inside_its_interval_and_has_an_assumption():

@@ -295,8 +295,8 @@ def _ask_rule(name: str) -> Sequence[AlertRule]:
     limit = active[-1].limit if active else usual
     percent = right.number_input(
         f"Limit of {name} (%)",
-        min_value=0.01,
-        max_value=1000.0,
+        min_value=0.0001,
+        max_value=10000.0,
         value=round(100 * (limit or usual), 4),
         step=1.0,
         format="%g",
