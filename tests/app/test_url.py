@@ -69,6 +69,8 @@ def test_trends_and_runs_use_the_catalog_at_the_url(
     assert found.runs["run"].to_pylist() == ["one", "two"]
     trends = open_app(at_url, "trends", metric="exposed_ns", axis="time")
     assert not trends.exception
-    assert "at least 5 points of a series on each side" in " ".join(each.value for each in trends.caption)
+    assert "at least 5 points of a series on each side" in " ".join(
+        each.value for each in trends.caption
+    )
     runs = open_app(at_url, "runs", group="world_size")
     assert list(runs.dataframe[0].value["runs"]) == [2]

@@ -1500,6 +1500,26 @@ def jagged_inputs(folder: Path) -> None:
 
 
 @loop
+def gradients_of_samples(folder: Path) -> None:
+    """Transforms of torch.func, whose tensors have no values."""
+    model = shard(make_model())
+    weight = torch.randn(_WIDTH, _CLASSES)
+    per_sample = torch.func.vmap(torch.func.grad(_loss_of_weight), in_dims=(None, 0, 0))
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        assert per_sample(weight, batch[0].flatten(0, 1)[:4], batch[1].flatten()[:4]).any()
+        return loss_of(model, batch)
+
+    train(folder, model, adam(model), batches(), loss)
+
+
+def _loss_of_weight(
+    weight: torch.Tensor, inputs: torch.Tensor, label: torch.Tensor
+) -> torch.Tensor:
+    return F.cross_entropy((inputs @ weight)[None], label[None])
+
+
+@loop
 def new_optimizer_without_state(folder: Path) -> None:
     model = shard(make_model())
     with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):

@@ -106,7 +106,7 @@ QUICK = (
 READ = {
     *("plain", "norm-of-the-model-logged", "one-batch", "two-losses", "looked-at-often"),
     *("evaluation-only", "cut-later", "sparse-gradients-of-ddp", "sparse-gradients-beside-units"),
-    *("parameters-of-64-bits", "jagged-inputs"),
+    *("parameters-of-64-bits", "jagged-inputs", "gradients-of-samples"),
     *("broken-check", "not-finite", "not-finite-at-the-end", "stale-optimizer"),
     "stale-optimizer-of-fsdp1",
 }
@@ -177,7 +177,7 @@ def test_a_unit_that_gets_no_gradient_later_is_noted(runs: tuple[Path, str]) -> 
     assert "had no gradient in 12 updates that were looked at from step 14 on" in note.why
 
 
-@pytest.mark.parametrize("name", ["parameters-of-64-bits", "jagged-inputs"])
+@pytest.mark.parametrize("name", ["parameters-of-64-bits", "jagged-inputs", "gradients-of-samples"])
 def test_other_tensors_end_no_check(runs: tuple[Path, str], name: str) -> None:
     run = open_run(runs[0] / name)
 

@@ -82,6 +82,12 @@ def recomputation_hook() -> Any:
     return getattr(torch.utils.checkpoint, RECOMPUTATION_HOOK, None)
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs, such as vmap, whose tensors have no values."""
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
+
+
 def wrap_cross_entropy(
     see: Callable[[torch.Tensor, int, torch.Tensor, bool], None],
 ) -> Callable[[], None]:
@@ -104,7 +110,7 @@ def wrap_cross_entropy(
     def cross_entropy_loss(*args: Any, **options: Any) -> Any:
         result = original(*args, **options)
         is_plain = len(args) == _NUM_ARGUMENTS and not options and not torch.compiler.is_compiling()
-        if is_plain and args[2] is None and args[3] in is_sum:
+        if is_plain and not in_transform() and args[2] is None and args[3] in is_sum:
             see(args[1], args[4], result, is_sum[args[3]])
         return result
 
