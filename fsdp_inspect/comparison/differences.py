@@ -170,13 +170,10 @@ def compare_parts(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:
         {part.name: part.duration_ns for part in breakdown.parts} if breakdown else {}
         for breakdown in breakdowns
     ]
-    names = dict.fromkeys(part.label for part in PARTS_OF_STEP)
-    rows = [_compare_part(name, [own.get(name) for own in times]) for name in names]
-    return tuple(row for row in rows if any(row.values_ns))
-
-
-def _compare_part(name: str, values: Sequence[int | None]) -> PartComparison:
-    return PartComparison(name, tuple(values), _changes(values))
+    rows = [(part.label, tuple(own.get(part.label) for own in times)) for part in PARTS_OF_STEP]
+    return tuple(
+        PartComparison(name, values, _changes(values)) for name, values in rows if any(values)
+    )
 
 
 def compare_causes(sides: Sequence[MeasuredSide]) -> tuple[PartComparison, ...]:

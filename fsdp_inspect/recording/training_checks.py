@@ -324,17 +324,18 @@ class TrainingChecks:
         if not self.is_over:
             self._quietly(lambda: self._see_mean(target, ignored, result, is_sum))
         elif self._windows.is_open:
-            see = self._windows.stop if is_sum else lambda: self._see_scale(result)
-            self._quietly(see, is_early=False)
+            self._quietly(lambda: self._see_scale(result, is_sum), is_early=False)
 
     def _has_other_terms(self, term: float) -> bool:
         """Whether the value that backward began from is known to differ from this term of it."""
         whole = self._began_from
         return whole is not None and abs(whole - term) > _ROUNDING * abs(whole)
 
-    def _see_scale(self, result: Any) -> None:
-        """Note the gradient of a mean, also after the first steps."""
-        if is_plain(result) and result.requires_grad and not self._session.in_backward:
+    def _see_scale(self, result: Any, is_sum: bool) -> None:
+        """Note the gradient of a mean, also after the first steps. That of a sum says nothing."""
+        if is_sum:
+            self._windows.stop()
+        elif is_plain(result) and result.requires_grad and not self._session.in_backward:
 
             def see_gradient(gradient: torch.Tensor) -> None:
                 note = self._windows.note_scale
@@ -347,7 +348,7 @@ class TrainingChecks:
         if session.in_backward:  # a repeated forward
             return
         if len(self._seen.losses) >= _LOSSES:
-            (self._windows.stop if is_sum else lambda: self._see_scale(result))()
+            self._see_scale(result, is_sum)
             return
         if not (is_plain(target) and is_plain(result) and result.requires_grad):
             return

@@ -202,6 +202,7 @@ class ScenarioMaker:
         self._ran = Plan.from_dict(manifest.plan)
         self._mesh = mesh_of(self._ran, manifest)
         self._recorded = RecordedUnits(work, self._ran, self._mesh.shard)
+        self._dtypes = _compute_dtypes(work.units)
 
     def make(self, plan: Plan, network: Network, pace: Pace = Pace.TYPICAL) -> Scenario:
         """Derive the recorded work under a plan.
@@ -232,11 +233,8 @@ class ScenarioMaker:
 
     def _doubt_dtypes(self, scenario: Scenario) -> Scenario:
         """Without memory, and with an assumption on compute, if parameters compute in others."""
-        before, after = (
-            {name: unit.param_dtype for unit in units for name in parameters_of(unit)}
-            for units in (self._work.units, scenario.units)
-        )
-        others = sorted({after[name] for name in after if before.get(name) != after[name]})
+        after = _compute_dtypes(scenario.units)
+        others = sorted({after[name] for name in after if self._dtypes.get(name) != after[name]})
         if not others:
             return scenario
         dtypes = " and ".join(others)
@@ -256,6 +254,11 @@ class ScenarioMaker:
             memory_refusal=scenario.memory_refusal
             or (refusal if scenario.workload.memory is not None else None),
         )
+
+
+def _compute_dtypes(units: Sequence[Unit]) -> dict[str, str]:
+    """The dtype in which each parameter of the units computes."""
+    return {name: unit.param_dtype for unit in units for name in parameters_of(unit)}
 
 
 def _module_names(manifest: RunManifest) -> list[str]:

@@ -101,15 +101,11 @@ def _have_a_batch_each(observed: Observed, rounds: _Rounds, num: int) -> bool:
     for rank, own in rounds.items():
         windows = observed.seen[rank].windows
         short = {each.step: each.num_backwards for each in windows.short}
-        regular = [
-            each
-            for each in own
-            if each.num_batches == short.get(each.step, num) and each.num_loaders == 1
-        ]
+        num_regular = sum(_has_a_batch_each(each, short.get(each.step, num)) for each in own)
         disturbed = 2 * len(short) if all(each.ends_pass for each in windows.short) else 0
-        if any(each.num_cleared for each in own) or len(own) - len(regular) > disturbed:
+        if any(each.num_cleared for each in own) or len(own) - num_regular > disturbed:
             return False
-        if len(regular) < _LEAST_ROUNDS:
+        if num_regular < _LEAST_ROUNDS:
             return False
     return True
 

@@ -517,6 +517,8 @@ class RankPricing:
         self._ranks = [program.rank for program in max(programs, key=len, default=[])]
         whole = [len(of_window) == len(self._ranks) for of_window in programs]
         self._replays = [Replay(run, of_window) for of_window in compress(programs, whole)]
+        self._replayed_ns: list[int] = []
+        """The replayed step of each window, if `result` is known."""
         if len(self._ranks) > 1:
             self._price_all([step for steps in compress(windows, whole) for step in steps])
 
@@ -541,17 +543,16 @@ class RankPricing:
             return None
         like, typical = self._typical_of(others), self._typical_of(own)
         differences = []
-        for replay in self._replays:
-            replayed, replaced, slow, fast = (
+        for replay, replayed in zip(self._replays, self._replayed_ns, strict=True):
+            replaced, slow, fast = (
                 replay.step_time_ns(donors)
                 for donors in (
-                    None,
                     dict.fromkeys(own, like),
                     dict.fromkeys(self._ranks, typical),
                     dict.fromkeys(self._ranks, like),
                 )
             )
-            if replayed is None or replaced is None or slow is None or fast is None:
+            if replaced is None or slow is None or fast is None:
                 return None
             differences.append((replayed - replaced, slow - fast))
         smallest = [min(each) for each in differences]
@@ -578,6 +579,7 @@ class RankPricing:
             )
             return
         errors = [abs(one - other) / other for one, other in zip(known, recorded, strict=True)]
+        self._replayed_ns = known
         self.result = StepReplay(
             steps=tuple(steps),
             num_windows=len(recorded),
