@@ -73,6 +73,12 @@ class CoverageWatch:
         self._used.clear()
         self._has_closure = True
 
+    def hold(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Note the parameters that an optimizer holds, and return them."""
+        own = [each for group in optimizer.param_groups for each in group["params"]]
+        self._held |= {id(each) for each in own}
+        return own
+
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer, *, is_late: bool = False) -> None:
         """Look at the parameters that an optimizer is about to update.
@@ -84,8 +90,7 @@ class CoverageWatch:
             self._used.clear()
         self._has_closure = False
         begins_again = not _has_state(optimizer) and _tensors_of(optimizer) in self._with_state
-        own = [each for group in optimizer.param_groups for each in group["params"]]
-        self._held |= {id(each) for each in own}
+        own = self.hold(optimizer)
         # The model of a unit that stays unsharded has other parameters than the optimizer.
         self._with_gradient |= {id(each) for each in own if each.grad is not None}
         repeated = _reads_gradients(type(optimizer)) and sum(

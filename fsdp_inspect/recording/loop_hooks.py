@@ -28,7 +28,7 @@ from fsdp_inspect.recording.torch_api.autograd import (
     versions_of,
 )
 from fsdp_inspect.recording.torch_api.dispatch import storage_key
-from fsdp_inspect.recording.torch_api.optimizers import steps_around
+from fsdp_inspect.recording.torch_api.optimizers import Nesting
 from fsdp_inspect.recording.training_checks import TrainingChecks
 from fsdp_inspect.recording.units import UnitHandle
 from fsdp_inspect.trace.codes import EventKind, Phase
@@ -64,8 +64,8 @@ class LoopHooks:
         """The storage and the versions of each gradient after the last backward."""
         self._backward_depth = 0
         self._optimizer_start: Any = None
-        self._has_inner = False
-        """Whether the update steps other optimizers. See [Note: nested updates]."""
+        self._nesting = Nesting()
+        """See [Note: nested updates]."""
         self._stepped_in_backward: torch.optim.Optimizer | None = None
         self._joined: Any = None
         """The end of the last backward, before any update has begun: the recorder may be attached
@@ -195,19 +195,24 @@ class LoopHooks:
     # and ends. An optimizer that another one steps is checked, but not the outer one. A step of the
     # same optimizer within its own is a part of it.
 
-    def _steps_around(self) -> list[Any]:
-        """The hooked optimizers whose step encloses the current one."""
+    def _steps_around(self, optimizer: Any) -> list[Any]:
+        """The optimizers whose step encloses the current one."""
         if self._session.in_backward:  # one optimizer for each parameter: too many to look at
             return []
+        return self._nesting.find_around(optimizer)
+
+    def _named(self, optimizers: list[Any]) -> list[Any]:
+        """Those whose steps are hooked."""
         named = self._optimizers
-        around = steps_around()
-        return [each for each in around if named is None or any(each is one for one in named)]
+        if named is None:
+            return optimizers
+        return [each for each in optimizers if any(each is one for one in named)]
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         session = self._session
         if not session.active:
             return
-        around = [] if session.in_outer_optimizer else self._steps_around()
+        around = [] if session.in_outer_optimizer else self._named(self._steps_around(optimizer))
         if any(each is optimizer for each in around):
             return
         self._has_updated = True
@@ -217,12 +222,13 @@ class LoopHooks:
             return
         try:
             session.phase = Phase.OPTIMIZER
+            steps_others = self._nesting.steps_others(optimizer)
             if session.checks is not None:
-                session.checks.before_update(optimizer)
+                session.checks.before_update(optimizer, steps_others=steps_others)
             if session.numerics is not None:
                 session.numerics.before_update(optimizer)
             if not around:
-                self._has_inner, self._optimizer_start = False, session.clock.mark()
+                self._optimizer_start = session.clock.mark()
         except Exception as error:
             session.fail(error)
 
@@ -235,18 +241,18 @@ class LoopHooks:
             self._has_updated, self._optimizer_start = True, self._joined
         if not session.active or self._optimizer_start is None:
             return
-        around = self._steps_around()
+        around = self._named(self._steps_around(optimizer))
         if any(each is optimizer for each in around):
             return
+        self._nesting.note_end(optimizer)
         try:
             if not around:
                 start, self._optimizer_start = self._optimizer_start, None
                 end = session.clock.mark()
                 session.add(EventKind.OPTIMIZER, start, end, phase=Phase.OPTIMIZER)
-            if around or not self._has_inner:
+            if not self._nesting.steps_others(optimizer):
                 self._check_update(optimizer)
             if around:
-                self._has_inner = True
                 return
             session.phase = Phase.BACKWARD if session.in_backward else Phase.OUTSIDE
             if session.in_backward:
@@ -263,22 +269,23 @@ class LoopHooks:
             session.checks.after_update(optimizer)
 
     def _checks_of(self, optimizer: Any) -> TrainingChecks | None:
-        """The checks, if an optimizer steps that the user did not name, and not in a named one."""
+        """The checks, if an optimizer steps that the user did not name."""
         session = self._session
-        is_inside = session.in_outer_optimizer or self._optimizer_start is not None
-        if not session.active or is_inside:
+        if not session.active or session.in_outer_optimizer:
             return None
-        is_named = any(optimizer is each for each in self._optimizers or ())
-        return None if is_named else session.checks
+        others = *(self._optimizers or ()), *self._steps_around(optimizer)
+        return None if any(optimizer is each for each in others) else session.checks
 
     def _before_other(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Check an update that is no step of the recording."""
         if (checks := self._checks_of(optimizer)) is not None:
-            checks.before_update(optimizer)
+            checks.before_update(optimizer, steps_others=self._nesting.steps_others(optimizer))
 
     def _after_other(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if (checks := self._checks_of(optimizer)) is not None:
-            checks.after_update(optimizer)
+            self._nesting.note_end(optimizer)
+            if not self._nesting.steps_others(optimizer):
+                checks.after_update(optimizer)
 
     def _wrap_outer(self, outer: Any, inner: torch.optim.Optimizer, patches: Patches) -> None:
         """Time a step that communicates and then steps a torch optimizer once or several times."""

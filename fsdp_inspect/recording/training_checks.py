@@ -82,6 +82,8 @@ class TrainingChecks:
         self._model = model
         self._shapes = Counter(shapes)
         self._report = report
+        self._has_stale = False
+        """Whether an optimizer without the model's parameters was reported."""
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, OptimizerSeen] = (
             WeakKeyDictionary()
         )
@@ -172,8 +174,18 @@ class TrainingChecks:
 
     # --- the optimizer
 
-    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Observe the tensors of an optimizer that is about to step."""
+    def before_update(
+        self, optimizer: torch.optim.Optimizer, *, steps_others: bool = False
+    ) -> None:
+        """Observe the tensors of an optimizer that is about to step.
+
+        `steps_others`: others update its tensors, and may hold copies or a part of them.
+        """
+        if steps_others:
+            self._optimizers.pop(optimizer, None)
+            if (coverage := self._coverage) is not None:
+                coverage.hold(optimizer)
+            return
         if not self.is_over:
             self._quietly(lambda: self._see_optimizer(optimizer))
         if (coverage := self._coverage) is not None:
@@ -234,7 +246,9 @@ class TrainingChecks:
         # The optimizer may hold copies whose values it writes to the model.
         samples = self._samples
         is_time = seen.num_steps == (1 if samples is None else _STALE_AFTER)
-        if is_stale and is_time and (samples is None or not samples.have_changed):
+        is_new = is_time and not self._has_stale
+        if is_stale and is_new and (samples is None or not samples.have_changed):
+            self._has_stale = True
             self._report(
                 f"The optimizer updates no parameter of the model ({seen.place}): its "
                 f"{seen.num_tensors} tensors are others with the shapes of the model's. Create the "

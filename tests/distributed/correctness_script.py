@@ -96,6 +96,28 @@ def stale_optimizer(folder: Path) -> None:
     train(folder, shard(model), optimizer, batches())
 
 
+class Container(torch.optim.Optimizer):
+    """Steps the optimizer of each half of the parameters, and holds all, as torchtitan's does."""
+
+    def __init__(self, model: nn.Module, held: nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+        parameters = list(held.parameters())
+        halves = parameters[::2], parameters[1::2]
+        self.parts = [torch.optim.AdamW(half, lr=1e-3) for half in halves]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+@loop
+def stale_optimizers_of_a_container(folder: Path) -> None:
+    model = make_model()
+    held = copy.deepcopy(model)
+    shard(model)
+    train(folder, model, Container(model, held), batches())
+
+
 class WithDropout(nn.Sequential):
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -1573,6 +1595,12 @@ def optimizers_of_parts(folder: Path) -> None:
             head.zero_grad()
 
     train_on(folder, model, step, body)
+
+
+@loop
+def optimizers_of_a_container(folder: Path) -> None:
+    model = shard(make_model())
+    train(folder, model, Container(model, model), batches())
 
 
 @loop

@@ -137,6 +137,74 @@ def test_an_optimizer_is_not_kept_alive() -> None:
         patches.undo()
 
 
+class Hidden(torch.optim.Optimizer):
+    """Steps others that no attribute shows."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        parts = [torch.optim.SGD([each], lr=0.1) for each in parameters]
+        self.list_parts = lambda: parts
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.list_parts():
+            part.step()
+
+
+class Holder(torch.optim.SGD):
+    """Holds an optimizer that it does not step."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.other = torch.optim.SGD(parameters, lr=0.1)
+
+
+def checked(optimizer: torch.optim.Optimizer, named: Any) -> list[list[tuple[str, Any]]]:
+    """The optimizers whose updates are checked, in each of three updates."""
+    calls = list[tuple[str, Any]]()
+
+    class Checks:
+        def before_update(self, each: Any, *, steps_others: bool) -> None:
+            if not steps_others:
+                calls.append(("before", each))
+
+        def after_update(self, each: Any) -> None:
+            calls.append(("after", each))
+
+    session: Any = Session(HostClock(), lambda row: None, ProcessGroups())
+    patches, found = Patches(), []
+    LoopHooks(session, named, lambda optimizer: None).attach(patches)
+    session.checks = Checks()
+    try:
+        for _ in range(3):
+            calls.clear()
+            optimizer.step()
+            found.append(list(calls))
+    finally:
+        patches.undo()
+    return found
+
+
+@pytest.mark.parametrize("kind", [Both, Hidden])
+@pytest.mark.parametrize("named", ["none", "outer", "inner"])
+def test_an_optimizer_that_steps_others_is_not_checked_itself(kind: Any, named: str) -> None:
+    """A container of torchtitan hid that its optimizers hold copies of the parameters."""
+    optimizer = kind(parameters())
+    parts = optimizer.parts if kind is Both else optimizer.list_parts()
+    updates = checked(optimizer, {"none": None, "outer": [optimizer], "inner": parts}[named])
+    of_parts = [(word, each) for each in parts for word in ("before", "after")]
+    assert updates[1:] == [of_parts] * 2
+    if kind is Both:
+        assert updates[0] == of_parts
+    else:  # the first update shows it
+        assert updates[0] == [("before", optimizer), *of_parts]
+
+
+def test_an_optimizer_that_holds_another_one_is_checked_from_its_second_update_on() -> None:
+    optimizer = Holder(parameters())
+    _, *later = checked(optimizer, None)
+    assert later == [[("before", optimizer), ("after", optimizer)]] * 2
+
+
 def test_a_closure_that_runs_the_backward_ends_one_update() -> None:
     optimizer = torch.optim.LBFGS(parameters(), max_iter=2)
 
