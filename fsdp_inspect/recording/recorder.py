@@ -285,13 +285,26 @@ class Recorder:
         with self._attachment.span(EventKind.BETWEEN_STEPS, Phase.EVALUATION, flags):
             yield
 
-    def log(self, **values: float | torch.Tensor) -> None:
-        """Record training metrics, such as `loss`, at the current step.
+    def log(
+        self,
+        values: Mapping[str, float | torch.Tensor] | None = None,
+        /,
+        **named: float | torch.Tensor,
+    ) -> None:
+        """Record training metrics at the current step.
 
         A tensor is copied without waiting for its value, and read a step later.
+
+        Args:
+            values: Names and values, such as `{"train/loss": loss}`.
+            named: Further ones, such as `loss=loss`.
         """
-        if self._attachment is not None and not self._closed:
-            self._attachment.log(values)
+        if self._attachment is None or self._closed:
+            return
+        if not isinstance(values, Mapping | None):
+            self.note("A value is logged without a name and skipped. Expected log(loss=loss).")
+            values = None
+        self._attachment.log({**(values or {}), **named})
 
     def detail(self, steps: int = 5) -> None:
         """Record the next steps in detail whatever the budget; call it on every rank.

@@ -97,7 +97,7 @@ class ScalarLog:
             self._on_not_finite()
 
     def _code(self, name: str) -> int:
-        return self._codes.setdefault(name, len(self._codes))
+        return self._codes.setdefault(str(name), len(self._codes))
 
 
 def _local_value(value: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,23 @@ def stale_optimizers_of_a_container(folder: Path) -> None:
     train(folder, model, Container(model, held), batches())
 
 
+def train_second(folder: Path, second_loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Train a recorded model, and a second one that is not recorded."""
+    model, second = shard(make_model()), make_model()
+    optimizers = adam(model), adam(second)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            (loss_of(model, batch) + second_loss(loss_of(second, batch))).backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+
+
+@loop
+def second_model_detached(folder: Path) -> None:
+    train_second(folder, torch.Tensor.detach)
+
+
 class WithDropout(nn.Sequential):
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -1598,6 +1615,11 @@ def optimizers_of_parts(folder: Path) -> None:
 
 
 @loop
+def second_model_not_recorded(folder: Path) -> None:
+    train_second(folder, lambda loss: loss)
+
+
+@loop
 def optimizers_of_a_container(folder: Path) -> None:
     model = shard(make_model())
     train(folder, model, Container(model, model), batches())
@@ -1639,7 +1661,7 @@ def train_with_norm(folder: Path, norm_of: Callable[[nn.Module], Any], name: str
         for batch in batches():
             loss = loss_of(model, batch)
             loss.backward()
-            recorder.log(loss=loss, **{name: norm_of(model)})
+            recorder.log({name: norm_of(model)}, loss=loss)
             optimizer.step()
             optimizer.zero_grad()
 

@@ -831,7 +831,7 @@ def train_and_log(
             loss.backward()
             value = value_of(loss.detach())
             if dist.get_rank() == 0:
-                recorder.log(**{name: value})
+                recorder.log({name: value})
             setup.optimizer.step()
             setup.optimizer.zero_grad()
 

@@ -383,6 +383,23 @@ def test_impossible_arguments_are_named(
         Recorder(sharded_model(), path=tmp_path / "run", **options)
 
 
+def test_values_are_logged_by_keyword_or_as_a_mapping(one_rank: None, tmp_path: Path) -> None:
+    """A loop that was written for another tracker passes a mapping, or a value without a name."""
+    model = fully_shard(nn.Linear(64, 64))
+    with quiet(model, tmp_path / "run") as recorder:
+        for _ in range(2):
+            with recorder.step():
+                loss = model(torch.ones(8, 64)).sum()
+                loss.backward()
+            recorder.log({"train/loss": loss}, rate=0.5)
+            recorder.log(loss)  # type: ignore[arg-type]
+            recorder.log()
+    run = open_run(tmp_path / "run")
+    assert run.ranks[0].scalar_names == ["train/loss", "rate"]
+    assert len(run.scalars(0)) == 4
+    assert any("without a name" in note for note in run.notes)
+
+
 def test_disabled_it_does_nothing(tmp_path: Path) -> None:
     recorder = Recorder(nn.Linear(2, 2), path=tmp_path / "run", enabled=False)
     with recorder.step(), recorder.data(), recorder.between_steps():

@@ -1,10 +1,11 @@
-"""Find an optimizer that holds none of the model's parameters, and updates that are left out.
+"""Find an optimizer that updates nothing, and updates that are left out.
 
 - Seen: the tensors of each optimizer in the first 8 updates; the number of all updates and
   backwards; sampled values of the parameters.
 - Proof: no tensor is a parameter of the model or ever has a gradient, and the model's parameters
   have some. Ranks that train the same part of the model ran equally many backwards, and one made
   at least two updates fewer. Without any update, the sampled values stay.
+  Beside an optimizer of the model, another one had no gradient in five updates.
 - Refuted by: one such tensor; values that change all the same, as by an optimizer of copies; equal
   values at the end on ranks with fewer updates, as after a broadcast. The optimizer of another
   model has gradients.
@@ -36,6 +37,7 @@ def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
         and not any(one.num_of_model or one.num_with_gradient for one in each.optimizers)
     }
     if not stale:
+        yield from _gets_no_gradient(observed)
         return
     first = stale[min(stale)]
     optimizer = first.optimizers[0]
@@ -59,6 +61,38 @@ def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
         "Create the optimizer from the parameters of the model that trains, after it is sharded.",
         optimizer.place,
         is_certain=is_old,
+    )
+
+
+_LEAST_IDLE = 5
+
+
+def _gets_no_gradient(observed: Observed) -> Iterator[TrainingFault]:
+    """Find an optimizer of another model, whose gradients never arrive."""
+    idle = {
+        rank: one
+        for rank, each in observed.seen.items()
+        for one in each.optimizers
+        if one.num_tensors and not (one.num_of_model or one.num_with_gradient)
+    }
+    trains = all(
+        any(one.num_with_gradient for one in each.optimizers) for each in observed.seen.values()
+    )
+    if not trains or len(idle) < len(observed.seen):
+        return
+    number = min(each.num_steps for each in idle.values())
+    first = idle[min(idle)]
+    if number < _LEAST_IDLE:
+        return
+    yield TrainingFault(
+        TrainingCheck.OPTIMIZER,
+        tuple(sorted(idle)),
+        "No gradient reaches one of the optimizers.",
+        f"None of its {plural(first.num_tensors, 'tensor')}, which belong to no recorded model, "
+        f"had a gradient in {plural(number, 'update')}.",
+        "Look for detach() or no_grad() between the model that it updates and the loss. If it "
+        "computes gradients itself, ignore this.",
+        first.place,
     )
 
 
