@@ -691,6 +691,8 @@ class Attachment:
             counts = not session.take_interruption() and counts
             self._control.note_step(session.step - 1, start, session.step_start, counts=counts)
         self._memory.begin_step()
+        if outputs := self._memory.take_outputs():
+            self._writer.update(output_bytes=outputs)
         self._instruments.end_step()
         is_timed = session.step > self._options.warmup_steps and session.detail
         self._instruments.stops.end_step(counts=counts and is_timed)

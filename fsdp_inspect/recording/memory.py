@@ -27,6 +27,7 @@ from fsdp_inspect.trace.codes import (
     MemoryCategory,
     MemoryPoint,
     Method,
+    Phase,
     Stream,
 )
 from fsdp_inspect.trace.tables import MISSING_INT, MemoryTable
@@ -115,6 +116,8 @@ class MemoryProbe:
         """The step of the last reading, and the allocations by the driver until then."""
         self._peak_rose = False
         """Whether the current step has raised the highest peak so far."""
+        self._outputs: dict[str, int] = {}
+        """See `RankRecord.output_bytes`."""
 
     def begin_step(self) -> None:
         """Decide whether to sample the unit boundaries of the step that begins now."""
@@ -209,6 +212,25 @@ class MemoryProbe:
         if torch.is_grad_enabled() or not session.inputs:
             session.inputs = call_unseen(describe_tensors, leaves)
         self._name(leaves, MemoryCategory.INPUT, NO_UNIT)
+
+    def output(self, value: Any, unit: int) -> None:
+        """Note the size of a unit's output for which backward computes a gradient."""
+        session = self._session
+        if session.tracker is None or session.phase != Phase.FORWARD:
+            return
+
+        def measure() -> int:
+            leaves = {id(each): each for each in tree_leaves(value) if torch.is_tensor(each)}
+            return sum(each.nbytes for each in leaves.values() if each.requires_grad)
+
+        size = call_unseen(measure)
+        if self._outputs.setdefault(str(unit), size) != size:
+            self._outputs[str(unit)] = 0
+
+    def take_outputs(self) -> dict[str, int]:
+        """The sizes of outputs since the last call; see `RankRecord.output_bytes`."""
+        outputs, self._outputs = self._outputs, {}
+        return outputs
 
     def unsharded(self, handle: UnitHandle, unit: int) -> None:
         """Classify a unit's parameters after its unshard."""

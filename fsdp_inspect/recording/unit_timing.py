@@ -337,6 +337,7 @@ class UnitTimer:
         end = self._mark()
         if session.watches_memory:
             self._memory.sample(_FORWARD_END, self.index)
+            self._memory.output(output, self.index)
         if session.numerics is not None:
             session.numerics.outputs(output, self.index)
         session.close_unit(self.index)

@@ -129,7 +129,7 @@ class PieceMemory:
     frees beyond `kept`. Gradients of a parameter that is used twice wait in this way for the second
     use."""
     output: int = 0
-    """The unit's output within `kept`, derived from its gradient; 0: unknown."""
+    """The unit's output within `kept`; 0: unknown."""
     forward: Course | None = None
     """The course of memory in its forward; None: unknown, or no longer valid."""
     backward: Course | None = None

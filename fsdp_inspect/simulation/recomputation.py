@@ -6,8 +6,8 @@ repeated forward is therefore added to backward, where it also hides communicati
 the unit stays. The other activations exist only while its own backward runs.
 
 A recorded memory step shows the activations that a forward keeps, the rise of memory in it, and the
-size of the gradient with which its backward begins, which equals the output's size. No recorded
-data shows the activations that a checkpointed unit would keep without checkpointing.
+size of its output. No recorded data shows the activations that a checkpointed unit would keep
+without checkpointing.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -33,8 +33,7 @@ _REPEATED = (
     "that it needs, so it may take less."
 )
 _OUTPUT_STAYS = (
-    "Of a checkpointed unit's activations, the output stays. Its size equals the gradient with "
-    "which backward began."
+    "Of a checkpointed unit's activations, the output stays, and the rest exists in its backward."
 )
 _FORECAST = (
     "`fsdp-inspect plan memory --help` shows how to compute it for your model without a run "

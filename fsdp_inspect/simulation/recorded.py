@@ -631,7 +631,10 @@ class _Builder:
         units = [self._unit_work(unit) for unit in self._units]
         samples = self._run.memory(self._rank)
         shard_ranks = self._shard_ranks()
-        memory = measure_memory_work(samples, self._units, pieces, passes, len(shard_ranks))
+        [outputs] = [one.output_bytes for one in self._run.ranks if one.rank == self._rank]
+        memory = measure_memory_work(
+            samples, self._units, pieces, passes, len(shard_ranks), outputs
+        )
         if memory is not None:
             passes = tuple(
                 replace(one, before_memory=before)

@@ -11,7 +11,7 @@ memory of the loss is 0.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -46,6 +46,7 @@ def measure_memory_work(
     pieces: Sequence[Piece],
     passes: Sequence[Pass],
     shard: int,
+    outputs: Mapping[str, int],
 ) -> MeasuredMemory | None:
     """The memory of a workload, and the peak of its memory step.
 
@@ -55,13 +56,14 @@ def measure_memory_work(
         pieces: Pieces of the workload; `unit` is that index.
         passes: Passes of the workload.
         shard: Ranks of the shard group.
+        outputs: `RankRecord.output_bytes`.
 
     Returns:
         None if no memory step has samples of every unit.
     """
     by_category = samples.sharded_parameter != MISSING_INT
     for step in np.unique(samples.step[by_category]).tolist():
-        reader = _Reader(samples.where(samples.step == step), units, passes, shard)
+        reader = _Reader(samples.where(samples.step == step), units, passes, shard, outputs)
         if reader.is_whole:
             peaks = samples.where(samples.step == step)
             peak = int(max(peaks.peak_allocated.max(), peaks.allocated.max()))
@@ -96,7 +98,7 @@ def grow_memory(samples: MemoryTable, units: Sequence[Unit], workload: Workload)
     """
     known = workload.memory
     assert known is not None, "the workload has memory"
-    reader = _Reader(samples, units, workload.passes, shard=1)
+    reader = _Reader(samples, units, workload.passes, shard=1, outputs={})
     now = reader.pieces_of_forward(workload.pieces)
     then_kept = sum(known.pieces[at].kept for at in now)
     if then_kept <= 0:
@@ -171,7 +173,12 @@ class _Reader:
     """Reads one memory step."""
 
     def __init__(
-        self, samples: MemoryTable, units: Sequence[Unit], passes: Sequence[Pass], shard: int
+        self,
+        samples: MemoryTable,
+        units: Sequence[Unit],
+        passes: Sequence[Pass],
+        shard: int,
+        outputs: Mapping[str, int],
     ) -> None:
         self._samples = samples
         self._copies = self._copies_of_backend()
@@ -180,6 +187,7 @@ class _Reader:
         self._units = units
         self._passes = passes
         self._shard = shard
+        self._outputs = outputs
         self._leaves = _leaves(passes)
         self._rows: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         columns = (samples.microbatch, samples.point, samples.unit, samples.phase)
@@ -287,7 +295,9 @@ class _Reader:
             backward=self._course(stretch, piece),
             gradients=max(grown, 0),  # a reduction that is sampled late ends in the next stretch
             left=change - grown + memory.kept if self._records_rises else 0,
-            output=self._category(MemoryCategory.TEMPORARY, stretch.begin),
+            # Older runs: other gradients may wait beside that of the output.
+            output=self._outputs.get(str(self._units[piece.unit].index))
+            or self._category(MemoryCategory.TEMPORARY, stretch.begin),
         )
 
     def _known(self, stretches: Iterable[_Stretch], pieces: Sequence[Piece]) -> Iterator[_Stretch]:

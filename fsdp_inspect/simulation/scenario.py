@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fsdp_inspect.errors import MissingDataError, PlanError
-from fsdp_inspect.formatting import format_unit, listed
+from fsdp_inspect.formatting import format_bytes, format_unit, listed
 from fsdp_inspect.simulation.memory import (
     MemoryWork,
     PieceMemory,
@@ -82,6 +82,8 @@ _MOST_TRAIL = 0.5
 """The largest fraction of a unit's compute that is attributed to hooks."""
 _MOST_UNIT_PASSES = 1 << 14
 """Most passes of units in a step: microbatches by units. Their simulation takes half a minute."""
+_LEAST_LEFT = 0.01
+"""Of the activations: fewer bytes that a microbatch leaves are not stated."""
 _ALIGNED_BYTES = 16
 """The alignment of parameters in a flat parameter with `use_orig_params`."""
 _DIVIDED_BY_TIME = (
@@ -440,13 +442,19 @@ class _Regrouping:
         forwards, backwards = recorded[::2], recorded[1::2]
         before = [round(sum(each.before_ns for each in some) / len(some))
                   for some in (forwards, backwards)]  # fmt: skip
+        pairs = [*zip(forwards, backwards, strict=True)]
+        if more := len(microbatches) - len(pairs):
+            later = pairs[-1] if len(pairs) > 1 else self._second_microbatch(*pairs[0])
+            pairs += [later] * more
         return [
             each
-            for number, microbatch in enumerate(microbatches)
+            for number, (microbatch, (forward, backward)) in enumerate(
+                zip(microbatches, pairs, strict=False)
+            )
             for each in (
-                replace(forwards[0], microbatch=number, before_ns=before[0]),
+                replace(forward, microbatch=number, before_ns=before[0]),
                 replace(
-                    backwards[0],
+                    backward,
                     microbatch=number,
                     before_ns=before[1],
                     reduces=None if microbatch.reduces else frozenset(),
@@ -455,6 +463,24 @@ class _Regrouping:
                 ),
             )
         ]
+
+    def _second_microbatch(self, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
+        """The passes of a microbatch after the first: it replaces what that one left."""
+        memory = self._work.workload.memory
+        if memory is None:
+            return forward, backward
+        code = backward.before_memory
+        left = forward.before_memory.kept + code.kept + sum(each.left for each in memory.pieces)
+        if left <= 0:
+            return forward, backward
+        if left >= _LEAST_LEFT * sum(each.kept for each in memory.pieces):
+            self._assumptions[
+                f"The {format_bytes(left)} that a microbatch leaves after its backward, such as "
+                "logits in a variable, are freed before the next backward."
+            ] = None
+        rise = max(code.forward_rise - left, 0)
+        replaced = replace(code, kept=code.kept - left, forward_rise=rise)
+        return forward, replace(backward, before_memory=replaced)
 
     # --- parameters
 
