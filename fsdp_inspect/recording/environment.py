@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_inspect.formatting import plural
 from fsdp_inspect.recording.torch_api.modules import Dropout
 from fsdp_inspect.trace.run import ClockPair
 from fsdp_inspect.version import __version__
@@ -388,6 +389,7 @@ def observe_settings(
         "loss_dtype": loss_dtype,
         "inputs": inputs,
         "gradients_between_backwards": gradients_between,
+        "gradient_hooks": _describe_gradient_hooks(model),
         "gradient_sync": "some microbatches" if skips_reduction else "every microbatch",
     }
     return {name: text for name, text in found.items() if text}
@@ -403,6 +405,13 @@ def _describe_dropout(model: nn.Module) -> str:
         if isinstance(value, float) and value > 0:
             counts[value] += 1
     return ", ".join(f"{p:g} in {count} modules" for p, count in sorted(counts.items())) or "none"
+
+
+def _describe_gradient_hooks(model: nn.Module) -> str:
+    """The parameters whose gradients a hook of the script may change; empty: none."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    count = sum(any(getattr(each, name, None) for name in names) for each in model.parameters())
+    return plural(count, "parameter") if count else ""
 
 
 def _describe_attention(model: nn.Module) -> str:

@@ -367,6 +367,19 @@ def compressed(folder: Path, sharder: str) -> None:
     train(folder, setup, lambda s, n, batch: loss_of(s.model, batch).backward())
 
 
+@loop("ddp")
+def divided_by_hooks_of_parameters(folder: Path, sharder: str) -> None:
+    setup = Setup(sharder)
+    for each in setup.model.parameters():
+        each.register_hook(lambda gradient: gradient / 4)
+    with recorded(folder, setup.model):
+        for number, batch in enumerate(batches()):
+            loss_of(setup.model, batch).backward()
+            if number % 4 == 3:
+                setup.optimizer.step()
+                setup.optimizer.zero_grad()
+
+
 @loop("ddp", "zero")
 def views_of_buckets(folder: Path, sharder: str) -> None:
     setup = Setup(sharder, gradient_as_bucket_view=True)

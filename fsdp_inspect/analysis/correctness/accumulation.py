@@ -171,8 +171,9 @@ def _not_divided(observed: Observed, rounds: _Rounds) -> TrainingFault | None:
 
 
 def _is_divided_by_factor(observed: Observed, rounds: _Rounds) -> bool:
-    """Whether FSDP2 divides by a number of the script, or a hook of DDP may divide."""
-    return bool(observed.run.manifest.observed.get("comm_hooks")) or any(
+    """Whether FSDP2 divides by a number of the script, or a hook may divide."""
+    settings = observed.run.manifest.observed
+    return any(settings.get(name) for name in ("comm_hooks", "gradient_hooks")) or any(
         each.divide_factor not in (None, len(rounds))
         for rank in rounds
         for each in observed.seen[rank].parameters
