@@ -109,6 +109,8 @@ class Parameter:
 
     def gathered_dtype(self, wanted: str | None) -> str:
         """The dtype of its all-gather under a `param_dtype`; torch casts floating point only."""
+        if wanted is None and not self.is_scaled:  # float8 is gathered as it is recorded
+            wanted = self.stored_dtype
         is_float = "float" in self.traits.dtype
         return wanted if wanted and is_float else self.traits.gathered_dtype
 
@@ -137,7 +139,7 @@ def effective_dtypes(
 
 
 def compute_dtype(parameters: Iterable[Parameter], planned: UnitPlan) -> str:
-    """The dtype of the all-gather of a unit, as in a manifest; as recorded without a setting."""
+    """The dtype of the all-gather of a unit, as in a manifest."""
     first = min(parameters, key=lambda each: not each.trained)
     return first.gathered_dtype(planned.param_dtype)
 
@@ -182,7 +184,7 @@ def describe_parameters(unit: Unit, ranks: int) -> dict[str, Parameter]:
         stored = unit.sharded_bytes * ranks / numel if numel else 0.0
         return {name: replace(one, stored=stored, is_flat=True) for name, one in found.items()}
     each = found.values()
-    gathered = sum(one.gathered_bytes(ranks, None) for one in each)
+    gathered = sum(one.gathered_bytes(ranks, one.traits.gathered_dtype) for one in each)
     reduced = sum(one.reduced_bytes(ranks, unit.reduce_dtype) for one in each)
     stored = sum(one.padded(ranks) * one.stored for one in each) / ranks
     return {
@@ -267,4 +269,4 @@ def _whole_bytes(unit: Unit, shard: int) -> list[int]:
     if not unit.parameters:
         return [unit.unsharded_bytes]
     each = describe_parameters(unit, shard).values()
-    return [round(one.gathered_bytes(shard, None)) for one in each]
+    return [round(one.gathered_bytes(shard, one.traits.gathered_dtype)) for one in each]

@@ -319,6 +319,16 @@ def test_the_memory_of_another_compute_dtype_is_unknown(setting: str, is_known: 
     assert ("Compute takes as long in bfloat16" in " ".join(found.assumptions)) is not is_known
 
 
+@pytest.mark.parametrize("stored", [4.0, 2.0])
+def test_without_a_setting_a_unit_is_gathered_in_the_dtype_of_its_parameters(stored: float) -> None:
+    """Also if it ran in another one: a plan without `param_dtype` leaves torch's default."""
+    (parameter, *_) = describe_parameters(block(0), RANKS).values()
+    traits = parameter.traits.model_copy(update={"gathered_dtype": "bfloat16"})
+    one = replace(parameter, traits=traits, stored=stored)
+    assert one.gathered_dtype(None) == ("float32" if stored == 4 else "bfloat16")
+    assert replace(one, gathered_scale=0.5).gathered_dtype(None) == "bfloat16"
+
+
 def test_more_ranks_pad_the_first_dimension():
     plan = block_plan().model_copy(update={"world_size": 512, "mesh": {"shard": 512}})
     assert scenario_of(plan).units[0].unsharded_bytes == (512 * 250 + 1024 * 250) * 4

@@ -139,6 +139,13 @@ class MonitoredRank:
     unit_method: str
     """Method of the times of all collectives of units."""
 
+    @property
+    def data_ratio(self) -> float | None:
+        """Time waiting for data / step time; None before the first timed step."""
+        if self.numbers is None or not self.numbers.step_time_ns:
+            return None
+        return self.numbers.data_ns / self.numbers.step_time_ns
+
 
 @dataclass(frozen=True, slots=True)
 class MonitoredRun:
