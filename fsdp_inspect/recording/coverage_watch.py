@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_inspect.recording.accumulation_watch import EVERY, Mark, extend, mark_of, state_of
 from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api.ddp import BucketHandle
+from fsdp_inspect.recording.torch_api.optimizers import tensors_of
 from fsdp_inspect.trace.correctness import CoverageSeen, StreakSeen
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class CoverageWatch:
 
     def hold(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Note the parameters that an optimizer holds, and return them."""
-        own = [each for group in optimizer.param_groups for each in group["params"]]
+        own = tensors_of(optimizer)
         self._held |= {id(each) for each in own}
         return own
 
@@ -146,7 +147,7 @@ class CoverageWatch:
         self._looked_at.add(id(optimizer))
         if len(self._looked_at) > _OPTIMIZERS:  # such as one for each parameter
             return
-        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        own = {id(each) for each in tensors_of(optimizer)}
         has_gradient = {}
         for index in self._graph_units:
             trained = self._trained(index)

@@ -250,8 +250,7 @@ class LoopHooks:
                 start, self._optimizer_start = self._optimizer_start, None
                 end = session.clock.mark()
                 session.add(EventKind.OPTIMIZER, start, end, phase=Phase.OPTIMIZER)
-            if not self._nesting.steps_others(optimizer):
-                self._check_update(optimizer)
+            self._check_update(optimizer)
             if around:
                 return
             session.phase = Phase.BACKWARD if session.in_backward else Phase.OUTSIDE
@@ -265,7 +264,7 @@ class LoopHooks:
         session = self._session
         if session.numerics is not None:
             session.numerics.after_update(optimizer)
-        if session.checks is not None:
+        if session.checks is not None and not self._nesting.steps_others(optimizer):
             session.checks.after_update(optimizer)
 
     def _checks_of(self, optimizer: Any) -> TrainingChecks | None:
@@ -282,10 +281,13 @@ class LoopHooks:
             checks.before_update(optimizer, steps_others=self._nesting.steps_others(optimizer))
 
     def _after_other(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if (checks := self._checks_of(optimizer)) is not None:
-            self._nesting.note_end(optimizer)
-            if not self._nesting.steps_others(optimizer):
-                checks.after_update(optimizer)
+        if (checks := self._checks_of(optimizer)) is None:
+            return
+        self._nesting.note_end(optimizer)
+        if self._session.numerics is not None and self._optimizer_start is not None:
+            self._session.numerics.after_update(optimizer)  # a part of a named one
+        if not self._nesting.steps_others(optimizer):
+            checks.after_update(optimizer)
 
     def _wrap_outer(self, outer: Any, inner: torch.optim.Optimizer, patches: Patches) -> None:
         """Time a step that communicates and then steps a torch optimizer once or several times."""

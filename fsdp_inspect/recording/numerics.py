@@ -8,7 +8,7 @@ rank holds a copy of its shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import torch
 
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.tensors import local_values, strided_parts, tensors_in
+from fsdp_inspect.recording.torch_api.optimizers import tensors_of
 from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.numerics import (
@@ -116,8 +117,9 @@ class StepObserver:
                 self._before.clear()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in _parameters(optimizer):
-            if parameter.grad is not None:
+        for parameter in tensors_of(optimizer):
+            # An optimizer may step another one with the same tensors.
+            if parameter.grad is not None and id(parameter) not in self._before:
                 unit = self._unit_of.get(id(parameter), NO_UNIT)
                 self._see(unit, Place.REDUCED_GRADIENT, [parameter.grad])
                 copy = local_values(parameter).clone() if self._keeps_copies else None
@@ -126,7 +128,7 @@ class StepObserver:
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         frozen, decayed = _with(optimizer, "lr", 0.0), _with(optimizer, "weight_decay", 0.0)
         is_random = bool(getattr(optimizer, "bf16_stochastic_round", False))
-        for parameter in _parameters(optimizer):
+        for parameter in tensors_of(optimizer):
             if id(parameter) not in self._before:
                 continue
             before = self._before.pop(id(parameter))
@@ -215,11 +217,6 @@ class StepObserver:
         changed.meant.append(meant.sum())
         changed.lost.append((meant & (after == before)).sum())
         changed.squared_changes.append(_squared_norm(after.float() - before.float()))
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _with(optimizer: torch.optim.Optimizer, setting: str, value: float) -> set[int]:

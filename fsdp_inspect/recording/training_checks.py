@@ -18,7 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fsdp_inspect.recording.accumulation_watch import AccumulationWatch, RateWatch, WindowWatch
+from fsdp_inspect.recording.accumulation_watch import (
+    AccumulationWatch,
+    Mark,
+    RateWatch,
+    WindowWatch,
+    state_of,
+)
 from fsdp_inspect.recording.batch_watch import BatchWatch, is_plain
 from fsdp_inspect.recording.clip_watch import ClipWatch
 from fsdp_inspect.recording.code_places import find_calling_line
@@ -29,6 +35,7 @@ from fsdp_inspect.recording.patches import Patches, describe_internal
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.stale_watch import StaleWatch
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
+from fsdp_inspect.recording.torch_api.optimizers import tensors_of
 from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.recording.value_watch import Recording, ValueWatch
 from fsdp_inspect.trace.correctness import LateSeen, LossSeen, OptimizerSeen, TrainingSeen
@@ -87,6 +94,8 @@ class TrainingChecks:
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, OptimizerSeen] = (
             WeakKeyDictionary()
         )
+        self._others: WeakKeyDictionary[torch.optim.Optimizer, list[Mark]] = WeakKeyDictionary()
+        """The tensors of optimizers without the model's parameters, before their first update."""
         self._accumulation = AccumulationWatch()
         self._seen = TrainingSeen()
         self._windows = WindowWatch()
@@ -168,9 +177,18 @@ class TrainingChecks:
     def look_again(self) -> None:
         """Look at what may have changed since the first steps."""
         self._stale.look_at_frozen()
-        if self._samples is not None and not self._has_failed:
-            call_unseen(self._samples.look_again)
+        if not self._has_failed:
+            call_unseen(self._look_at_others)
+            if self._samples is not None:
+                call_unseen(self._samples.look_again)
         self._has_news = True
+
+    def _look_at_others(self) -> None:
+        """Note whether the optimizers without the model's parameters changed anything."""
+        for optimizer, before in self._others.items():
+            if (seen := self._optimizers.get(optimizer)) is not None:
+                has_moved = [state_of(each) for each in tensors_of(optimizer)] != before
+                self._optimizers[optimizer] = seen.model_copy(update={"has_moved": has_moved})
 
     # --- the optimizer
 
@@ -222,7 +240,7 @@ class TrainingChecks:
             self._is_over = True
             return
         own = {id(each): each for each in self._model.parameters() if each.requires_grad}
-        tensors = [each for group in optimizer.param_groups for each in group["params"]]
+        tensors = tensors_of(optimizer)
         shapes = Counter(tuple(each.shape) for each in tensors)
         before = self._optimizers.get(optimizer)
         with_gradient = sum(each.grad is not None for each in tensors)
@@ -237,6 +255,8 @@ class TrainingChecks:
             keeps_state=before is not None and bool(optimizer.state),
         )
         self._optimizers[optimizer] = seen
+        if not seen.num_of_model and any(each.requires_grad for each in tensors):
+            self._others.setdefault(optimizer, [state_of(each) for each in tensors])
         of_model = sum(each.grad is not None for each in own.values())
         known = {"num_trainable": len(own), "num_with_gradient": of_model}
         self._seen = self._seen.model_copy(update=known)

@@ -24,6 +24,9 @@ class OptimizerSeen(Record):
     """Whether it had state before its first observed update."""
     keeps_state: bool = False
     """Whether it had state before a later one."""
+    has_moved: bool | None = None
+    """Whether a tensor changed between its first update and the end of the recording. None: it has
+    parameters of the model, or none requires a gradient, or the end is unknown."""
 
 
 class BatchSeen(Record):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import sys
 from collections import OrderedDict
@@ -119,11 +120,11 @@ def stale_optimizers_of_a_container(folder: Path) -> None:
 
 
 def train_second(folder: Path, second_loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Train a recorded model, and a second one that is not recorded."""
+    """Train a recorded model, and a second one that is not recorded, in three passes."""
     model, second = shard(make_model()), make_model()
     optimizers = adam(model), adam(second)
     with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
-        for batch in batches():
+        for batch in (*batches(), *batches(), *batches()):
             (loss_of(model, batch) + second_loss(loss_of(second, batch))).backward()
             for each in optimizers:
                 each.step()
@@ -657,6 +658,23 @@ def local_sgd(folder: Path) -> None:
     with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
         for number, batch in enumerate(batches()):
             loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 2:
+                average(model)
+
+
+@loop
+def local_sgd_with_clipping(folder: Path) -> None:
+    """Each rank clips the gradients of its own replica by their norm."""
+    alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "one"))
+    model = make_model()
+    fully_shard(model, mesh=alone["one"])
+    optimizer = adam(model)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batches()):
+            loss_of(model, batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
             if number % 2:
@@ -1612,6 +1630,26 @@ def optimizers_of_parts(folder: Path) -> None:
             head.zero_grad()
 
     train_on(folder, model, step, body)
+
+
+@loop
+def second_model_joins_later(folder: Path) -> None:
+    """As a discriminator."""
+    steps = itertools.count()
+    train_second(folder, lambda loss: loss.detach() if next(steps) < 2 * NUM_STEPS else loss)
+
+
+@loop
+def dummy_optimizer(folder: Path) -> None:
+    """As that of Transformers beside one optimizer for each layer."""
+    model = shard(make_model())
+    optimizers = adam(model), torch.optim.SGD([torch.zeros(4)], lr=0.1)
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss_of(model, batch).backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
 
 
 @loop

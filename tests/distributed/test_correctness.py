@@ -61,7 +61,7 @@ MISTAKES = {
     "stale-optimizer": STALE,
     "stale-optimizer-of-fsdp1": STALE,
     "stale-optimizers-of-a-container": STALE,
-    "second-model-detached": "No gradient reaches one of the optimizers.",
+    "second-model-detached": "One of the optimizers changes none of its tensors.",
     "same-batches": SAME,
     "same-batches-of-ddp": SAME,
     "token-means": WEIGHTS,

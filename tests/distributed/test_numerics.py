@@ -27,7 +27,17 @@ dtype = torch.bfloat16 if kind != "nan" else torch.float32
 model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))).to(dtype)
 for layer in model:
     fully_shard(layer, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-make = {"sgd": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9)}.get(
+
+class Container(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters := list(parameters), {})
+        self.parts = [torch.optim.AdamW(parameters[i::2], lr=1e-5) for i in range(2)]
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+make = {"sgd": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9), "container": Container}.get(
     kind, lambda p: torch.optim.AdamW(p, lr=1e-5))
 optimizer = make(model.parameters())
 
@@ -75,7 +85,7 @@ def train(run_ranks: Torchrun, folder: Path, kind: str, every: int) -> list[dict
     return [json.loads((folder / f"found-{rank}").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "container"])
 def test_lost_updates_are_those_of_a_float64_shadow(
     run_ranks: Torchrun, tmp_path: Path, kind: str
 ) -> None:

@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
-from fsdp_inspect.analysis.correctness.samples import LEAST_UPDATES, differ
+from fsdp_inspect.analysis.correctness.samples import (
+    APART,
+    LEAST_UPDATES,
+    differ,
+    list_holders,
+)
 from fsdp_inspect.formatting import format_ranks, plural
 from fsdp_inspect.trace.correctness import ClipSeen
 
@@ -25,6 +30,9 @@ _TOLERANCE = 0.01
 def check_clipping(observed: Observed) -> Iterator[TrainingFault]:
     """Find clipping by a rank's own norm, at the wrong moment, or of scaled gradients."""
     yield from _wrong_calls(observed)
+    if any(each.gradients_differ and each.meets_again for each in list_holders(observed)):
+        observed.not_checked[TrainingCheck.CLIPPING] = APART
+        return
     by_part: dict[object, dict[int, list[float | None]]] = {}
     for rank, each in observed.seen.items():
         if each.updates:

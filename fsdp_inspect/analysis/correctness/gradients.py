@@ -26,6 +26,7 @@ from fsdp_inspect.analysis.correctness.faults import (
     TrainingFault,
 )
 from fsdp_inspect.analysis.correctness.samples import (
+    APART,
     LEAST_UPDATES,
     NO_SAMPLES,
     Holders,
@@ -50,9 +51,7 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
         return
     apart = [each for each in holders if each.gradients_differ and _is_same(observed, each)]
     if any(each.meets_again for each in apart):
-        observed.not_checked[TrainingCheck.GRADIENTS] = (
-            "The ranks train apart and make their values equal again, as in local SGD."
-        )
+        observed.not_checked[TrainingCheck.GRADIENTS] = APART
     elif apart and apart[0].parameter.unit == NO_UNIT and _exchanges_rows(observed):
         observed.not_checked[TrainingCheck.GRADIENTS] = (
             f"{apart[0].parameter.name} is outside all units and gets other gradients on each "

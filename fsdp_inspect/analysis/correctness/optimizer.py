@@ -5,7 +5,8 @@
 - Proof: no tensor is a parameter of the model or ever has a gradient, and the model's parameters
   have some. Ranks that train the same part of the model ran equally many backwards, and one made
   at least two updates fewer. Without any update, the sampled values stay.
-  Beside an optimizer of the model, another one had no gradient in five updates.
+  Beside an optimizer of the model, another one had no gradient in five updates, and its tensors
+  are the same at the end.
 - Refuted by: one such tensor; values that change all the same, as by an optimizer of copies; equal
   values at the end on ranks with fewer updates, as after a broadcast. The optimizer of another
   model has gradients.
@@ -73,7 +74,7 @@ def _gets_no_gradient(observed: Observed) -> Iterator[TrainingFault]:
         rank: one
         for rank, each in observed.seen.items()
         for one in each.optimizers
-        if one.num_tensors and not (one.num_of_model or one.num_with_gradient)
+        if one.has_moved is False and not one.num_with_gradient
     }
     trains = all(
         any(one.num_with_gradient for one in each.optimizers) for each in observed.seen.values()
@@ -87,11 +88,11 @@ def _gets_no_gradient(observed: Observed) -> Iterator[TrainingFault]:
     yield TrainingFault(
         TrainingCheck.OPTIMIZER,
         tuple(sorted(idle)),
-        "No gradient reaches one of the optimizers.",
-        f"None of its {plural(first.num_tensors, 'tensor')}, which belong to no recorded model, "
-        f"had a gradient in {plural(number, 'update')}.",
-        "Look for detach() or no_grad() between the model that it updates and the loss. If it "
-        "computes gradients itself, ignore this.",
+        "One of the optimizers changes none of its tensors.",
+        f"Its {plural(first.num_tensors, 'tensor')} belong to no recorded model. None had a "
+        f"gradient in its first {plural(number, 'update')}, and none changed until the end.",
+        "Look for detach() or no_grad() between the model that it updates and the loss. If that "
+        "model joins later, ignore this.",
         first.place,
     )
 

@@ -9,6 +9,7 @@ from fsdp_inspect.trace.correctness import ParameterSeen, TrainingSeen, UpdateSe
 LEAST_UPDATES = 3
 """Fewer updates prove nothing about all of them."""
 NO_SAMPLES = "No update of a parameter in float32, bfloat16 or float16 was sampled."
+APART = "The ranks train apart and make their values equal again, as in local SGD."
 TOLERANCE = 1e-3
 """Norms of samples that differ by less are equal: kernels of other devices round differently."""
 

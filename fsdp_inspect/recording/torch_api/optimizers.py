@@ -1,4 +1,4 @@
-"""Find the optimizer steps that run around the one whose hook is called.
+"""List the tensors of an optimizer, and the optimizer steps around the one whose hook is called.
 
 torch wraps the `step` of each class of optimizers and calls the hooks inside. They run twice for
 one update if a subclass calls the `step` of its parent, and for two optimizers if one steps the
@@ -13,6 +13,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors that an optimizer updates."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _code_around_step() -> CodeType | None:
