@@ -687,6 +687,8 @@ class Attachment:
             self._memory_steps.repeat()
         start = session.step_start
         session.end_step()
+        if session.checks is not None:
+            session.checks.note_end_of_step()
         if self._control is not None and start is not None:
             counts = not session.take_interruption() and counts
             self._control.note_step(session.step - 1, start, session.step_start, counts=counts)

@@ -108,6 +108,8 @@ class TrainingChecks:
         """The value that the last backward began from; None: it is not on the CPU, or there are
         several."""
         self._num_noted = self._num_updates = self._num_backwards = 0
+        self._updates_before = 0
+        """The updates until the end of the last step."""
         self._is_over = self._has_failed = False
         self._has_news = False
 
@@ -174,8 +176,19 @@ class TrainingChecks:
             self._is_over = self._has_failed = True
             self._session.problem(f"The training is not checked: {describe_internal(error)}.")
 
+    def note_end_of_step(self) -> None:
+        """Note that a step of the recording has ended."""
+        self._updates_before = self._num_updates
+
     def look_again(self) -> None:
         """Look at what may have changed since the first steps."""
+        number = self._num_updates - self._updates_before
+        if number > 2 * len(self._optimizers):
+            self._session.problem(
+                f"After the last recorded step, the parameters were updated {number} times without "
+                "a forward of the recorded model: another model or wrapper trains them. Attach the "
+                "recorder to the one that trains, after it was made."
+            )
         self._stale.look_at_frozen()
         if not self._has_failed:
             call_unseen(self._look_at_others)

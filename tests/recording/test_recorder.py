@@ -400,6 +400,24 @@ def test_values_are_logged_by_keyword_or_as_a_mapping(one_rank: None, tmp_path: 
     assert any("without a name" in note for note in run.notes)
 
 
+@pytest.mark.parametrize("number", [2, 6])
+def test_updates_without_a_forward_of_the_model_are_noted(
+    fake_ranks: None, tmp_path: Path, number: int
+) -> None:
+    """As after Accelerate has wrapped the model again: the recorder is on the first wrapper."""
+    model = sharded_model()
+    recorder = quiet(model, tmp_path / "run")
+    train(model, recorder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(number):
+        for each in model.parameters():
+            each.grad = torch.zeros_like(each)
+        optimizer.step()
+    recorder.close()
+    found = any(f"updated {number} times" in note for note in open_run(tmp_path / "run").notes)
+    assert found is (number > 2)
+
+
 def test_disabled_it_does_nothing(tmp_path: Path) -> None:
     recorder = Recorder(nn.Linear(2, 2), path=tmp_path / "run", enabled=False)
     with recorder.step(), recorder.data(), recorder.between_steps():
