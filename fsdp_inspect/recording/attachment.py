@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shlex
 import socket
 import threading
@@ -1037,7 +1038,7 @@ def _is_clean_exit(error: BaseException) -> bool:
 
 
 def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep JSON values; convert all other values to text."""
+    """Keep JSON values; convert all other values to text without addresses."""
 
     def plain(value: Any) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -1046,6 +1047,6 @@ def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
             return {str(key): plain(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(item) for item in value]
-        return str(value)
+        return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
     return {str(key): plain(value) for key, value in config.items()}

@@ -61,6 +61,7 @@ MISTAKES = {
     "stale-optimizer": STALE,
     "stale-optimizer-of-fsdp1": STALE,
     "stale-optimizers-of-a-container": STALE,
+    "masters-never-copied": "No parameter of the model changes, although it has gradients.",
     "second-model-detached": "One of the optimizers changes none of its tensors.",
     "same-batches": SAME,
     "same-batches-of-ddp": SAME,

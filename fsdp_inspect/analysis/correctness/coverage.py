@@ -102,7 +102,7 @@ def _missing(observed: Observed, seen: _Seen) -> TrainingFault | None:
         observed,
         seen,
         f"No optimizer holds {plural(num, 'parameter')} that {verb} gradients.",
-        f"{shown[0]}{more} {verb} gradients in {plural(first.num_updates, 'update')}, and no "
+        f"{shown[0]}{more} {verb} gradients in {_updates(observed, seen)}, and no "
         f"optimizer holds or changes {them}.",
         "Create the optimizer from all parameters of the model, after the last one is added. "
         "Freeze those that should stay: requires_grad_(False) saves their gradients.",
@@ -118,8 +118,14 @@ def _without(observed: Observed, seen: _Seen) -> TrainingFault | None:
     optimizers = [one for rank in seen for one in observed.seen[rank].optimizers]
     if not any(one.num_with_gradient for one in optimizers):
         return None
-    num = plural(seen[min(seen)].num_updates, "update")
-    return _cut(observed, seen, wrong, f"in the first {num}")
+    return _cut(observed, seen, wrong, f"in the first {_updates(observed, seen)}")
+
+
+def _updates(observed: Observed, seen: _Seen) -> str:
+    """The number of updates that were looked at, as a phrase."""
+    first = min(seen)
+    others = len(observed.seen[first].optimizers) > 1
+    return plural(seen[first].num_updates, "update") + " of all optimizers" * others
 
 
 def _mostly_without(observed: Observed, seen: _Seen) -> TrainingFault | None:

@@ -7,17 +7,23 @@
   at least two updates fewer. Without any update, the sampled values stay.
   Beside an optimizer of the model, another one had no gradient in five updates, and its tensors
   are the same at the end.
+  Or the optimizer holds other tensors, and the sampled values of the model, which has gradients,
+  stay until the end.
 - Refuted by: one such tensor; values that change all the same, as by an optimizer of copies; equal
   values at the end on ranks with fewer updates, as after a broadcast. The optimizer of another
   model has gradients.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
-from fsdp_inspect.analysis.correctness.samples import list_holders, values_change
+from fsdp_inspect.analysis.correctness.samples import (
+    LEAST_UPDATES,
+    list_holders,
+    values_change,
+)
 from fsdp_inspect.formatting import capitalize, format_ranks, plural
-from fsdp_inspect.trace.correctness import LateSeen
+from fsdp_inspect.trace.correctness import LateSeen, OptimizerSeen, TrainingSeen
 
 
 def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
@@ -29,46 +35,76 @@ def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
         observed.not_checked[TrainingCheck.OPTIMIZER] = (
             "No update of a torch optimizer was observed, or more than 16 optimizers step."
         )
-    stale = {
+    foreign = {
         rank: each
         for rank, each in observed.seen.items()
-        if each.num_with_gradient
-        and each.optimizers
-        and not values_change(each)
-        and not any(one.num_of_model or one.num_with_gradient for one in each.optimizers)
+        if each.num_with_gradient and each.optimizers and not values_change(each)
+        if not any(one.num_of_model for one in each.optimizers)
     }
-    if not stale:
-        yield from _gets_no_gradient(observed)
-        return
+    stale = {
+        rank: each
+        for rank, each in foreign.items()
+        if not any(one.num_with_gradient for one in each.optimizers)
+    }
+    if stale:
+        yield _stale(stale)
+    elif foreign and all(map(_is_seen_until_end, foreign.values())):
+        yield _never_copied(foreign)
+    else:
+        yield from _changes_nothing(observed)
+
+
+_COPIES = (
+    " They have the shapes of the model's whole parameters: those of a copy, or of this model "
+    "before it was sharded."
+)
+
+
+def _are_copies(optimizers: Iterable[OptimizerSeen]) -> bool:
+    return all(one.num_tensors == one.num_alike > 0 for one in optimizers)
+
+
+def _stale(stale: Mapping[int, TrainingSeen]) -> TrainingFault:
     first = stale[min(stale)]
-    optimizer = first.optimizers[0]
-    is_old = all(
-        one.num_tensors == one.num_alike > 0 for each in stale.values() for one in each.optimizers
-    )
-    origin = (
-        " They have the shapes of the model's whole parameters: those of a copy, or of this model "
-        "before it was sharded."
-        if is_old
-        else ""
-    )
-    yield TrainingFault(
+    is_old = _are_copies(one for each in stale.values() for one in each.optimizers)
+    number = sum(one.num_tensors for one in first.optimizers)
+    steps = max(one.num_steps for one in first.optimizers)
+    return TrainingFault(
         TrainingCheck.OPTIMIZER,
         tuple(sorted(stale)),
         "The optimizer updates no parameter of the model.",
-        f"None of its {plural(optimizer.num_tensors, 'tensor')} is a parameter of the model or had "
-        f"a gradient in {plural(optimizer.num_steps, 'update')}, while "
-        f"{first.num_with_gradient} of the model's {first.num_trainable} parameters have gradients."
-        f"{origin}",
+        f"None of its {plural(number, 'tensor')} is a parameter of the model or had a gradient in "
+        f"{plural(steps, 'update')}, while {first.num_with_gradient} of the model's "
+        f"{first.num_trainable} parameters have gradients.{_COPIES if is_old else ''}",
         "Create the optimizer from the parameters of the model that trains, after it is sharded.",
-        optimizer.place,
+        first.optimizers[0].place,
         is_certain=is_old,
+    )
+
+
+def _is_seen_until_end(seen: TrainingSeen) -> bool:
+    is_ended = seen.late is not None and bool(seen.late.digests)
+    return is_ended and len(seen.updates) >= LEAST_UPDATES
+
+
+def _never_copied(foreign: Mapping[int, TrainingSeen]) -> TrainingFault:
+    first = foreign[min(foreign)]
+    return TrainingFault(
+        TrainingCheck.OPTIMIZER,
+        tuple(sorted(foreign)),
+        "No parameter of the model changes, although it has gradients.",
+        "No tensor of the optimizer is a parameter of the model, and the sampled values of the "
+        f"model were the same in {plural(len(first.updates), 'look')} and at the end.",
+        "Copy the values from the optimizer's tensors to the model after each update, or create "
+        "the optimizer from the model's parameters. If only another model trains, ignore this.",
+        first.optimizers[0].place,
     )
 
 
 _LEAST_IDLE = 5
 
 
-def _gets_no_gradient(observed: Observed) -> Iterator[TrainingFault]:
+def _changes_nothing(observed: Observed) -> Iterator[TrainingFault]:
     """Find an optimizer of another model, whose gradients never arrive."""
     idle = {
         rank: one
@@ -85,14 +121,18 @@ def _gets_no_gradient(observed: Observed) -> Iterator[TrainingFault]:
     first = idle[min(idle)]
     if number < _LEAST_IDLE:
         return
+    is_old = _are_copies(idle.values())
     yield TrainingFault(
         TrainingCheck.OPTIMIZER,
         tuple(sorted(idle)),
         "One of the optimizers changes none of its tensors.",
         f"Its {plural(first.num_tensors, 'tensor')} belong to no recorded model. None had a "
-        f"gradient in its first {plural(number, 'update')}, and none changed until the end.",
-        "Look for detach() or no_grad() between the model that it updates and the loss. If that "
-        "model joins later, ignore this.",
+        f"gradient in its first {plural(number, 'update')}, and none changed until the end."
+        f"{_COPIES if is_old else ''}",
+        "Create it from the parameters of the model that trains."
+        if is_old
+        else "Look for detach() or no_grad() between the model that it updates and the loss. If "
+        "that model joins later, ignore this.",
         first.place,
     )
 

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_inspect.formatting import format_bytes
+from fsdp_inspect.formatting import format_bytes, plural
 from fsdp_inspect.trace.codes import DTYPES, NO_UNIT, EventFlag, EventKind, Phase
 from fsdp_inspect.trace.plan import UnitPlan, modules_around
 from fsdp_inspect.trace.run import RunManifest, Unit
@@ -490,7 +490,7 @@ class _UnitCounter:
     def _find_trained(
         self, needed: Counter[int], events: EventTable, *, is_frozen: bool
     ) -> tuple[Counter[int], str] | None:
-        """Explain reductions in some steps only: a script may freeze a unit, or units in turns.
+        """Explain too few reductions: a script may freeze a unit, or units in turns.
 
         Returns:
             The needed reductions by step, and the explanation; None if it does not match the
@@ -498,6 +498,11 @@ class _UnitCounter:
         """
         steps = self._observed.steps
         ran = dict(zip(steps, self._observed.count_per_step(events), strict=True))
+        each = {(ran[step], needed[step]) for step in steps}
+        some, backwards = min(each, default=(0, 0))
+        if len(each) == 1 and 0 < some < backwards:
+            part = f"in {some} of {plural(backwards, 'backward')} of each step"
+            return Counter(ran), f"gets gradients {part}, as if it is frozen in the others"
         trained = [step for step in steps if ran[step]]
         if not trained or any(ran[step] != needed[step] for step in trained):
             return None

@@ -31,7 +31,8 @@ def train(
 ):
     """One step as FSDP2 runs it.
 
-    `without` names gathers that did not happen: (unit, phase). `idle` units get no gradient.
+    `without` names gathers that did not happen: (unit, phase). `idle` units get no gradient, or
+    not in one microbatch: (unit, microbatch).
     """
     rank.step(step, 1000 * step, 1000 * step + 1000)
     now = 1000 * step
@@ -42,7 +43,8 @@ def train(
                 if (unit, phase) not in without and (unit, phase, microbatch) not in without:
                     rank.all_gather(unit, now, now + 5, need=now, phase=phase, **MESSAGE, **place)
                 add(unit, now + 5, now + 10, **place)
-                if phase == Phase.BACKWARD and reduces(microbatch) and unit not in idle:
+                is_idle = unit in idle or (unit, microbatch) in idle
+                if phase == Phase.BACKWARD and reduces(microbatch) and not is_idle:
                     rank.reduce_scatter(unit, now + 10, now + 15, **{**MESSAGE, **place, **more})
                 now += 20
 
@@ -284,6 +286,14 @@ def test_a_unit_that_is_frozen_in_turns_follows_its_plan():
         train(builder.rank(0), step, idle=("layers.0",) if step % 2 else ())
     check = check_plan(builder.build())
     remark = "gets gradients in 2 of 4 steps, as if frozen in turns"
+    assert (("layers.0",), remark) in remarks(check)
+    assert not contradictions(check)
+
+
+def test_a_unit_that_is_frozen_in_a_part_of_each_step_follows_its_plan():
+    """As a critic while the loss of an actor passes through it."""
+    check = check_plan(trained(microbatches=2, idle=(("layers.0", 1),)).build())
+    remark = "gets gradients in 1 of 2 backwards of each step, as if it is frozen in the others"
     assert (("layers.0",), remark) in remarks(check)
     assert not contradictions(check)
 
