@@ -81,6 +81,8 @@ class Summary(RunHeading, Result):
     left_out: StepsLeftOut
     goodput_ratio: float | None
     """Time of the phase training / wall time; None for imports and old runs."""
+    goodput_basis: str | None
+    """`Lifetime.goodput_basis`; None without `goodput_ratio`."""
     throughput: Throughput | None
     """Tokens per second, MFU and the utilisation of the device; None if all are unknown."""
     wall_ns: int | None
@@ -184,6 +186,7 @@ def measure_summary(run: RunSource) -> Summary:
         median_rank=times.median_rank,
         provenance=provenance,
         goodput_ratio=lifetime.goodput_ratio if lifetime else None,
+        goodput_basis=lifetime.goodput_basis if lifetime else None,
         throughput=throughput,
         wall_ns=lifetime.wall_ns if lifetime else None,
         step_time_ns=times.step_time_ns,

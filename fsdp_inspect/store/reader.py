@@ -84,7 +84,14 @@ from fsdp_inspect.trace.live_memory import (
 )
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep, decode_steps
-from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus, TableOrigin, Unit
+from fsdp_inspect.trace.run import (
+    RankRecord,
+    RunManifest,
+    RunStatus,
+    TableOrigin,
+    Unit,
+    completed_steps,
+)
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from fsdp_inspect.trace.tables import (
     DeviceTable,
@@ -253,7 +260,7 @@ class StoredRun:
             ended = rows.step[rows.kind == EventKind.STEP]
             # A row of a step shows that the steps before have ended.
             last = int(rows.step.max(initial=0))
-            return max(record.num_steps, last, int(ended.max(initial=-1)) + 1)
+            return max(completed_steps(self, record), last, int(ended.max(initial=-1)) + 1)
         return record.num_steps
 
     @property
