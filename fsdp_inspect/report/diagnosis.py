@@ -77,6 +77,8 @@ class DiagnosisText:
     next: tuple[str, ...]
     detail: str
     """The sentence without the words of the headline, to show below it."""
+    earlier: str
+    """The attempts before this one, with the command that diagnoses them; empty: there are none."""
 
 
 def describe_diagnosis(found: Diagnosis, *, run: str = "RUN") -> DiagnosisText:
@@ -90,7 +92,15 @@ def describe_diagnosis(found: Diagnosis, *, run: str = "RUN") -> DiagnosisText:
     sentence = _hedge(found, _sentence(found))
     fault = found.training
     detail = sentence if fault is None else f"{fault.why}{_line_of(fault)}"
-    return DiagnosisText(sentence, tuple(_evidence(found)), steps, detail)
+    return DiagnosisText(sentence, tuple(_evidence(found)), steps, detail, _earlier(found, run))
+
+
+def _earlier(found: Diagnosis, run: str) -> str:
+    if not found.earlier_attempts:
+        return ""
+    shown = ", ".join(f"{number} ({status})" for number, status in found.earlier_attempts)
+    command = f"fsdp-inspect diagnose RUN --attempt {found.earlier_attempts[0][0]}"
+    return f"Attempts before this one: {shown}. Diagnose one: `{name_run(command, run)}`."
 
 
 def _is_fact(found: Diagnosis) -> bool:
@@ -132,6 +142,8 @@ def render_diagnosis(
         parts += ["", Text("Plans that fit", style="bold"), *map(_bullet, fitting)]
     if text.next:
         parts += ["", Text("Next", style="bold"), *map(_bullet, text.next)]
+    if text.earlier and not brief:
+        parts += ["", Text(text.earlier)]
     if notes and not brief:
         parts += ["", *(Text(f"note: {note}", style="yellow") for note in notes)]
     return Group(*parts)
@@ -143,7 +155,7 @@ def render_states(found: Diagnosis) -> Table:
     for state in found.states:
         table.add_row(
             str(state.rank),
-            MISSING if state.step is None else str(state.step),
+            MISSING if state.last_step is None else str(state.last_step),
             MISSING if state.phase is None else state.phase.title,
             Text(MISSING if state.last is None else _issued_at(state.last, found)),
             "waits" if state.waits else state.end.kind.value,
@@ -168,6 +180,9 @@ def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:
         "evidence": list(text.evidence),
         "next": list(text.next),
         "failure": found.failure or None,
+        "earlier_attempts": [
+            {"attempt": number, "status": status} for number, status in found.earlier_attempts
+        ],
         "events": [_event_to_dict(event) for event in found.events],
         "missing_ranks": list(found.missing_ranks),
         "loss_spikes": [to_plain(each) for each in found.loss_spikes],
@@ -187,7 +202,7 @@ def _state_to_dict(state: RankState, found: Diagnosis) -> dict[str, Any]:
     return {
         "rank": state.rank,
         "end": state.end.kind.value,
-        "step": state.step,
+        "step": state.last_step,
         "phase": None if state.phase is None else state.phase.label,
         "last_collective": None if last is None else describe_issued(last, found.unit_names),
         "waits": state.waits,
@@ -228,6 +243,8 @@ def headline_diagnosis(found: Diagnosis) -> str:
         if found.unknown is Unknown.NO_BLACK_BOX and found.status is Status.HEALTHY:
             return f"{_ENDED}."
         is_healthy = found.status is Status.HEALTHY
+        if is_healthy and found.earlier_attempts:
+            return "No failure found in this attempt."
         return "No failure found." if is_healthy else "Cannot tell what went wrong."
     if found.training is not None:
         return found.training.headline
