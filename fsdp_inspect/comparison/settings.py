@@ -10,9 +10,11 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, Literal
 
+from fsdp_inspect.analysis.run_heading import identify
 from fsdp_inspect.formatting import format_unit, listed
 from fsdp_inspect.trace.plan import SETTINGS, Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit
+from fsdp_inspect.trace.sharders import UNKNOWN
 
 NAMES_AND_PLACES = frozenset({"name", "runs_dir", "tag", "tags", "upload", "log_to"})
 """Configuration keys that only identify a run, or name the places of its data."""
@@ -142,13 +144,20 @@ def find_comparison_caveats(
         manifests: One for each side.
         labels: The labels of the sides.
     """
+    unknown: dict[str, list[str]] = {}
     for name, value_of, consequence in _CAVEATS:
         values = [value_of(manifest) for manifest in manifests]
-        if not _all_equal(values):
+        if len({*values} - {None, UNKNOWN}) > 1:
             each = ", ".join(
-                f"{label}: {value}" for label, value in zip(labels, values, strict=True)
+                f"{label}: {value or UNKNOWN}" for label, value in zip(labels, values, strict=True)
             )
             yield f"Different {name} ({each}): {consequence}."
+        elif not _all_equal(values):
+            for label, value in zip(labels, values, strict=True):
+                if value == UNKNOWN:
+                    unknown.setdefault(label, []).append(name)
+    for label, names in unknown.items():
+        yield f"Unknown of {label}: {', '.join(names)}. They may be those of the other runs."
 
 
 def device_of(manifest: RunManifest) -> str:
@@ -165,13 +174,13 @@ _CAVEATS = (
     ("device", device_of, "compute times differ for this reason alone"),
     (
         "torch",
-        lambda manifest: manifest.versions.get("torch", "unknown"),
+        lambda manifest: manifest.versions.get("torch", UNKNOWN),
         "kernels, the allocator and FSDP2 itself can differ",
     ),
-    ("backend", lambda manifest: manifest.backend, "the collectives run different code"),
+    ("backend", lambda manifest: manifest.backend or UNKNOWN, "the collectives run different code"),
     (
         "sharder",
-        lambda manifest: manifest.sharder_traits.title,
+        lambda manifest: identify(manifest).sharder or None,
         "the units, their collectives and the schedule differ",
     ),
     (
@@ -181,7 +190,9 @@ _CAVEATS = (
     ),
     (
         "model",
-        lambda manifest: f"{manifest.model.class_name} {manifest.model.num_parameters}",
+        lambda manifest: (
+            f"{manifest.model.class_name} {manifest.model.num_parameters or ''}".strip() or UNKNOWN
+        ),
         "units with the same name can be different",
     ),
 )
@@ -189,16 +200,20 @@ _CAVEATS = (
 _ORDER = ("machine", "model", "config", "plan", "versions", "environment", "code")
 
 
+def _if_known(value: str) -> str | None:
+    return None if value in ("", UNKNOWN) else value
+
+
 def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
     """Yield all settings of a run by group and name, flattened, without the units."""
     yield ("machine", "world_size"), manifest.world_size
     yield ("machine", "mesh"), " x ".join(str(size) for size in manifest.mesh.values()) or None
-    yield ("machine", "backend"), manifest.backend
-    yield ("machine", "sharder"), manifest.sharder_traits.title
-    yield ("machine", "device"), device_of(manifest)
+    yield ("machine", "backend"), _if_known(manifest.backend)
+    yield ("machine", "sharder"), _if_known(manifest.sharder_traits.title)
+    yield ("machine", "device"), _if_known(device_of(manifest))
     yield ("machine", "source"), manifest.source
-    yield ("model", "class"), manifest.model.class_name
-    yield ("model", "num_parameters"), manifest.model.num_parameters
+    yield ("model", "class"), _if_known(manifest.model.class_name)
+    yield ("model", "num_parameters"), manifest.model.num_parameters or None
     for name, observed in manifest.observed.items():
         yield ("model", name), observed
     for name, value in _flatten("", manifest.config):

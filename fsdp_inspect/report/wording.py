@@ -35,6 +35,7 @@ from fsdp_inspect.formatting import (
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import render_table
 from fsdp_inspect.trace.codes import StepPart
+from fsdp_inspect.trace.sharders import UNKNOWN
 
 NO_COMMUNICATION = "the import shows no communication."
 _NO_NETWORK = "fake"
@@ -82,7 +83,7 @@ def describe_run(heading: RunHeading) -> str:
             model += " in its pipeline stage"
     device = identity.device_name or identity.device_type
     facts = [ranks, identity.sharder, name_backend(heading.backend), device, model, loop]
-    return " · ".join(fact for fact in facts if fact)
+    return " · ".join(fact for fact in facts if fact and fact != UNKNOWN)
 
 
 def _unfreezes(heading: RunHeading) -> bool:
@@ -97,7 +98,7 @@ def name_backend(backend: str | None) -> str:
     """The backend as text: `nccl`, `emulated`; empty if it is unknown."""
     if backend == _NO_NETWORK:
         return "emulated"
-    return "" if backend in (None, "unknown") else str(backend)
+    return "" if backend in (None, UNKNOWN) else str(backend)
 
 
 def describe_provenance(provenance: Provenance | None, *groups: str) -> str:

@@ -92,6 +92,7 @@ from fsdp_inspect.trace.run import (
     Unit,
     completed_steps,
 )
+from fsdp_inspect.trace.sharders import UNKNOWN
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from fsdp_inspect.trace.tables import (
     DeviceTable,
@@ -847,8 +848,9 @@ def manifest_from_ranks(folder_name: str, records: Sequence[RankRecord]) -> RunM
         created=datetime.fromtimestamp(created_ns / 1e9, UTC).isoformat(timespec="seconds"),
         created_unix_ns=created_ns,
         world_size=first.world_size,
-        backend="unknown",
-        device_type=first.device.partition(":")[0] or "unknown",
+        backend=UNKNOWN,
+        device_type=first.device.partition(":")[0] or UNKNOWN,
+        sharder=UNKNOWN,
     )
 
 

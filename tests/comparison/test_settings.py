@@ -97,8 +97,26 @@ def test_another_seed_is_listed_and_still_a_repeat():
     ],
 )
 def test_what_makes_runs_hard_to_compare_is_said(changes, said):
-    [caveat] = find_comparison_caveats([manifest(), manifest(**changes)], ["A", "B"])
+    known = {"versions": {"torch": "2.5"}}
+    manifests = [manifest(**known), manifest(**known | changes)]
+    [caveat] = find_comparison_caveats(manifests, ["A", "B"])
     assert caveat.startswith(said)
+
+
+def test_what_a_run_does_not_know_is_not_called_different():
+    unknown = {"backend": "unknown", "device_type": "unknown", "sharder": "unknown"}
+    first = manifest(versions={"torch": "2.5"})
+    second = manifest(**unknown, model=ModelInfo())
+    assert list(find_comparison_caveats([first, second], ["A", "B"])) == [
+        "Unknown of B: device, torch, backend, sharder, model. They may be those of the other runs."
+    ]
+
+
+def test_an_import_does_not_state_its_sharder():
+    (caveat,) = find_comparison_caveats(
+        [manifest(sharder="ddp"), manifest(source="imported")], ["A", "B"]
+    )
+    assert caveat.startswith("Different source")
 
 
 def test_runs_that_can_be_compared_need_no_caveat():
