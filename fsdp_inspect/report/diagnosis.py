@@ -949,10 +949,11 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
 
 
 def _without_record(found: Diagnosis) -> str:
-    """A clause, such as `rank 1 has no record in this folder`."""
+    """A clause, such as `rank 1 has no readable rank.json in this folder`."""
+    what = "record" if found.is_imported else "readable rank.json"
     verb = "has" if len(found.missing_ranks) == 1 else "have"
     who = format_ranks(found.missing_ranks) if found.missing_ranks else "the other ranks"
-    return f"{who} {verb} no record in this folder"
+    return f"{who} {verb} no {what} in this folder"
 
 
 def _describe_event(event: RunEvent) -> str:

@@ -222,7 +222,7 @@ class StoredRun:
                 return status
         if statuses == {RunStatus.IMPORTED}:  # an import of some ranks is complete
             return RunStatus.IMPORTED
-        if self._missing_ranks or not self.ranks:
+        if len(self.ranks) < len(self._rank_numbers) + len(self._missing_ranks) or not self.ranks:
             return RunStatus.PARTIAL
         return statuses.pop() if len(statuses) == 1 else RunStatus.COMPLETE
 

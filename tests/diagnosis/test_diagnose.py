@@ -178,7 +178,7 @@ def test_a_missing_folder_of_the_late_rank_is_said() -> None:
 
     assert (found.status, found.ranks) == (Status.CANNOT_TELL, ())
     assert found.unknown is Unknown.MISSING_RANKS
-    assert "rank 1 has no record in this folder" in describe_diagnosis(found).sentence
+    assert "rank 1 has no readable rank.json in this folder" in describe_diagnosis(found).sentence
 
 
 def test_all_ranks_in_one_collective_is_the_transport() -> None:

@@ -233,6 +233,13 @@ def test_rank_whose_process_is_gone_reads_crashed(tmp_path: Path) -> None:
     assert "Rank 1 stopped without reporting an error" in run.notes[0]
 
 
+def test_a_run_with_a_rank_without_its_record_is_partial(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (rank_folder(tmp_path, 0, 1) / "rank.json").unlink()
+    run = open_run(tmp_path)
+    assert (run.status, len(run.ranks)) == (RunStatus.PARTIAL, 1)
+
+
 def test_steps_whose_rows_a_killed_rank_lost_are_counted_from_its_black_box(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=[0], compact=False)
     rewrite_record(tmp_path, 0, status=RunStatus.RUNNING, pid=DEAD_PID, num_steps=0)
