@@ -171,6 +171,20 @@ class Lifetime(TableResult):
         """The wall time that the goodput is a part of, as in `of 3.2 s`."""
         return f"of {format_ns(self.wall_ns)}{'' if self.is_whole else ', as far as recorded'}"
 
+    @property
+    def progress(self) -> str:
+        """The steps over all attempts: `46 completed steps in 3 attempts, 6 lost at a restart`."""
+        least = "" if self.is_whole else "at least "
+        steps = f"{least}{plural(self.num_steps, 'completed step')}"
+        lost = f", {self.num_lost_steps} lost at a restart" if self.num_lost_steps else ""
+        recorded = " as far as recorded" if lost and least else ""
+        return f"{steps} in {plural(self.num_attempts, 'attempt')}{lost}{recorded}"
+
+    @property
+    def restarts(self) -> str | None:
+        """`progress` of a run with several attempts; None: it has one."""
+        return self.progress if self.num_attempts > 1 else None
+
     def rows(self) -> Sequence[PhaseTime]:
         """The phases with time."""
         return self.phases
@@ -193,6 +207,11 @@ def measure_lifetime(run: RunSource, *, rank: int | None = None) -> Lifetime:
         IncompleteRunError: The run has no data of the rank.
     """
     return remember(run, ("lifetime", rank), partial(_measure_lifetime, run, rank))
+
+
+def measure_known_lifetime(run: RunSource) -> Lifetime | None:
+    """Measure the phases of a run that recorded its processes; None for other runs."""
+    return measure_lifetime(run) if any(record.life for record in run.ranks) else None
 
 
 def _measure_lifetime(run: RunSource, rank: int | None) -> Lifetime:

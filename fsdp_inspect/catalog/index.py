@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import RunContext
-from fsdp_inspect.analysis.lifetime import measure_lifetime
+from fsdp_inspect.analysis.lifetime import measure_known_lifetime
 from fsdp_inspect.analysis.memory.peak import measure_memory
 from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.analysis.run_list import MOST_COURSE, measure_key_numbers, name_mistake
@@ -479,10 +479,8 @@ def _memory(run: RunSource) -> Row:
 
 
 def _lifetime(run: RunSource) -> Row:
-    if not any(record.life for record in run.ranks):
-        return {}
-    lifetime = measure_lifetime(run)
-    return {"goodput_ratio": lifetime.goodput_ratio, "wall_ns": lifetime.wall_ns}
+    found = measure_known_lifetime(run)
+    return {"goodput_ratio": found.goodput_ratio, "wall_ns": found.wall_ns} if found else {}
 
 
 def _loss(run: RunSource) -> Row:

@@ -66,6 +66,7 @@ from fsdp_inspect.trace.run import StartStage
 MOST_STATES = 16
 """The number of different states of ranks that the evidence lists."""
 _MAX_FAILURE = 300
+_ON_LAST_ATTEMPT = re.compile(r"fsdp-inspect (?!diagnose )[\w -]+ RUN")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +82,24 @@ class DiagnosisText:
     """The attempts before this one, with the command that diagnoses them; empty: there are none."""
 
 
-def describe_diagnosis(found: Diagnosis, *, run: str = "RUN") -> DiagnosisText:
+def describe_diagnosis(
+    found: Diagnosis, *, run: str = "RUN", attempt: int | None = None
+) -> DiagnosisText:
     """Describe a diagnosis in words: the problem, its evidence, and what to do.
 
     Args:
         found: The diagnosis.
         run: The run in commands.
+        attempt: The attempt, if another one follows it: other commands show the last one.
     """
-    steps = tuple(name_run(step, run) for step in _next(found))
+    nexts = list(_next(found))
+    if attempt is not None:
+        nexts = [
+            step.replace("diagnose RUN", f"diagnose RUN --attempt {attempt}")
+            for step in nexts
+            if not _ON_LAST_ATTEMPT.search(step)
+        ]
+    steps = tuple(name_run(step, run) for step in nexts)
     sentence = _hedge(found, _sentence(found))
     fault = found.training
     detail = sentence if fault is None else f"{fault.why}{_line_of(fault)}"
@@ -120,7 +131,12 @@ def _hedge(found: Diagnosis, sentence: str) -> str:
 
 
 def render_diagnosis(
-    found: Diagnosis, *, brief: bool = False, run: str = "RUN", notes: Sequence[str] = ()
+    found: Diagnosis,
+    *,
+    brief: bool = False,
+    run: str = "RUN",
+    notes: Sequence[str] = (),
+    attempt: int | None = None,
 ) -> RenderableType:
     """Render a diagnosis for a terminal.
 
@@ -129,8 +145,9 @@ def render_diagnosis(
         brief: Only the sentence and the next step.
         run: The run in commands.
         notes: What the data cannot show, one sentence each.
+        attempt: As for `describe_diagnosis`.
     """
-    text = describe_diagnosis(found, run=run)
+    text = describe_diagnosis(found, run=run, attempt=attempt)
     style = {Status.HEALTHY: "bold green", Status.PROBLEM: "bold red"}.get(found.status, "bold")
     parts: list[RenderableType] = [Text(text.sentence, style=style)]
     if not brief and text.evidence:

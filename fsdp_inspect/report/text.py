@@ -30,6 +30,7 @@ from fsdp_inspect.analysis.units import UnitCosts
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.analysis.verdict.facts import PHASES_BY_NAME
 from fsdp_inspect.formatting import (
+    capitalize,
     format_bytes,
     format_ns,
     format_numbers,
@@ -621,12 +622,7 @@ def describe_goodput(life: Lifetime) -> str:
 
 
 def _describe_attempts(life: Lifetime) -> str:
-    steps = plural(life.num_steps, "completed step")
-    attempts = plural(life.num_attempts, "attempt")
-    details = f"{'' if life.is_whole else 'At least '}{steps} in {attempts}"
-    if life.num_lost_steps:
-        details += f", {life.num_lost_steps} lost at a restart"
-        details += "" if life.is_whole else " as far as recorded"
+    details = capitalize(life.progress)
     if life.background_checkpoint_ns:
         written = format_ns(life.background_checkpoint_ns)
         details += f". Checkpoints were written in the background for {written}"

@@ -64,9 +64,14 @@ def name_owner(owner: Owned) -> str:
 
 
 def describe_run(heading: RunHeading) -> str:
-    """Describe ranks, sharder, backend, device, model and loop: `2 ranks · DDP · gloo · cpu`."""
+    """Describe ranks, sharder, backend, device, model and loop: `2 ranks · DDP · gloo · cpu`.
+
+    A summary of a run with several attempts adds them, with their completed and lost steps.
+    """
     identity, ranks, loop = heading.identity, plural(heading.world_size, "rank"), ""
+    restarts = None
     if isinstance(heading, Summary):
+        restarts = heading.restarts
         if heading.num_ranks != heading.world_size:
             ranks += f" ({heading.num_ranks} recorded)"
         checked = heading.plan_check.loop if heading.plan_check is not None else None
@@ -82,7 +87,7 @@ def describe_run(heading: RunHeading) -> str:
         if identity.mesh.get("pp", 1) > 1:
             model += " in its pipeline stage"
     device = identity.device_name or identity.device_type
-    facts = [ranks, identity.sharder, name_backend(heading.backend), device, model, loop]
+    facts = [ranks, identity.sharder, name_backend(heading.backend), device, model, loop, restarts]
     return " · ".join(fact for fact in facts if fact and fact != UNKNOWN)
 
 

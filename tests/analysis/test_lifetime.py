@@ -3,7 +3,10 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.analysis.lifetime import measure_lifetime
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.errors import IncompleteRunError, MissingDataError
+from fsdp_inspect.report.html.page import read_contents, render_run
+from fsdp_inspect.report.wording import describe_run
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
 from fsdp_inspect.trace.correctness import ParameterSeen, TrainingSeen, UpdateSeen
 from fsdp_inspect.trace.run import ClockPair, HostMemoryMark, ProcessLife, RunStatus, TimeSpan
@@ -117,6 +120,10 @@ def test_steps_before_the_checkpoint_that_the_next_attempt_loads_count():
     assert found["training"] == 10 + 30
     lifetime = measure_lifetime(run)
     assert (lifetime.num_attempts, lifetime.num_steps, lifetime.num_lost_steps) == (2, 8, 2)
+    assert lifetime.restarts == "8 completed steps in 2 attempts, 2 lost at a restart"
+    assert measure_lifetime(failed).restarts is None
+    assert describe_run(measure_summary(run)).endswith(f" · {lifetime.restarts}")
+    assert lifetime.restarts in render_run(read_contents(run))
     assert lifetime.notes == (
         "2 of 4 steps of attempt 0 are lost: attempt 1 loaded a checkpoint saved before them.",
     )
@@ -305,6 +312,9 @@ def test_a_missing_attempt_is_named_and_counted():
     run = attempt(2, starts_at=1000, loads=True, earlier_attempts=[attempt(saves=80)])
     lifetime = measure_lifetime(run)
     assert (lifetime.num_attempts, lifetime.num_steps, lifetime.is_whole) == (3, 8, False)
+    assert lifetime.restarts == (
+        "at least 8 completed steps in 3 attempts, 2 lost at a restart as far as recorded"
+    )
     assert lifetime.notes[0] == (
         "The data of attempt 1 are missing: its steps are not counted, and its time is a restart."
     )

@@ -137,6 +137,19 @@ def test_attempts_before_this_one_are_named_with_their_status() -> None:
     )
 
 
+def test_the_next_steps_after_an_earlier_attempt_show_no_other_attempt() -> None:
+    found = diagnose(run_of({0: make_box(DONE, RANKS)}, {0: RunStatus.COMPLETE}))
+    out_of_memory = replace(
+        found, status=Status.PROBLEM, problem=ProblemClass.OUT_OF_MEMORY, unknown=None
+    )
+    last, earlier = (
+        describe_diagnosis(out_of_memory, run="r", attempt=attempt).next for attempt in (None, 0)
+    )
+    assert any("`fsdp-inspect show r memory`" in step for step in last)
+    assert not any("fsdp-inspect show" in step or "advise" in step for step in earlier)
+    assert not any("diagnose r`" in step for step in earlier)
+
+
 def test_the_line_of_a_late_rank_without_stacks_is_unknown() -> None:
     """The line of its last collective, which has ended, is another one."""
     found = diagnose(run_of({rank: waiting(rank) for rank in RANKS}))
