@@ -4,13 +4,15 @@ Names, folders and URLs of runs are not settings. The comparison uses the observ
 unit, with the `reshard_after_forward` that ran (torch applies its own rule to the root).
 """
 
+import json
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, Literal
 
-from fsdp_inspect.analysis.run_heading import identify
+from fsdp_inspect.analysis.run_heading import describe_sharding, identify
 from fsdp_inspect.formatting import format_unit, listed
 from fsdp_inspect.trace.plan import SETTINGS, Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit
@@ -80,6 +82,22 @@ def settings_as_text(manifest: RunManifest) -> dict[str, str]:
         f"{setting.group}.{setting.name}": str(setting.value)
         for setting in find_shared_settings([manifest])
     }
+
+
+def describe_plan(manifest: RunManifest) -> str:
+    """The plan of a run in a few words, with an id that only equal plans of one model share."""
+    checkpointing = manifest.plan.get("checkpointing") or {}
+    ran = [manifest.observed.get(name, "") for name in ("backwards", "gradient_sync")]
+    whole = {name: manifest.plan.get(name) for name in _PLAN_OF_THE_WHOLE}
+    sizes = [unit.num_parameters for unit in manifest.units]
+    known = json.dumps([whole, ran, _unit_settings(manifest), sizes], sort_keys=True, default=str)
+    facts = [
+        describe_sharding(manifest),
+        *(f"{kind} checkpointing" for kind, names in checkpointing.items() if names),
+        "" if ran[0] in ("", "1 a step") else ran[0].replace(" a step", " backwards a step"),
+        f"plan {zlib.crc32(known.encode()):08x}",
+    ]
+    return ", ".join(filter(None, facts))
 
 
 def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifference, ...]:

@@ -3,6 +3,7 @@ import pytest
 from fsdp_inspect.comparison.settings import (
     are_repeats,
     compare_settings,
+    describe_plan,
     find_comparison_caveats,
     find_shared_settings,
 )
@@ -30,6 +31,25 @@ def test_settings_that_differ_are_listed_with_every_value():
         ("config", "sharding.wrap", "", ("block", "root", "root")),
         ("config", "sharding.depth", "", (1, None, None)),
     ]
+
+
+def test_only_equal_plans_of_one_model_have_the_same_description():
+    first = manifest()
+    assert describe_plan(first) == describe_plan(manifest(config={"lr": 1}))
+    full = manifest(plan={"checkpointing": {"full": ["layers.0"], "selective": []}})
+    others = [
+        full,
+        manifest(plan={"checkpointing": {"full": ["layers.1"], "selective": []}}),
+        manifest(observed={"backwards": "2 a step"}),
+        manifest(observed={"gradient_sync": "last microbatch"}),
+        manifest(plan={"forward_prefetch": 1}),
+        manifest(unit={"layers.0": {"num_parameters": 77}}),
+        manifest(unit={"layers.0": {"reshard_after_forward": False}}),
+        manifest(unit={"layers.1": {"reshard_after_forward": False}}),
+    ]
+    assert len({describe_plan(each) for each in (first, *others)}) == 1 + len(others)
+    assert ", full checkpointing, plan " in describe_plan(full)
+    assert ", 2 backwards a step, plan " in describe_plan(others[2])
 
 
 def test_the_machine_comes_before_the_configuration_and_the_code_last():
