@@ -370,7 +370,8 @@ def _read_attempt(run: RunSource, rank: int, *, instead_of: str = "") -> _Attemp
     if len(steps) < completed and record.status is not RunStatus.RUNNING:
         lacking = (
             f"Rank {rank} completed {plural(completed, 'step')} of attempt {record.attempt}, but "
-            f"has rows of {len(steps)}: a killed process loses its last ones."
+            f"has rows of {len(steps)}"
+            + (": a killed process loses its last ones." if record.clock_end is None else ".")
         )
         notes.append(f"{lacking} A checkpoint in the others is unknown, too.")
     if life.started_ns is None:
