@@ -1,6 +1,8 @@
 """Split the wall time of a run into phases that add up to it, and measure its goodput.
 
-[Note: Phases of a run] One rank is followed over all attempts of the run, in wall time. Each moment
+[Note: Phases of a run] One rank is followed over all attempts of the run, in wall time. By default,
+another rank is followed in an attempt of which the lowest rank has no data, or not the last rows,
+because it was killed. Each moment
 belongs to the first of these phases that applies: checkpoint, evaluation, compile, idle, first
 step, training, lost, load, shard, start, build, end. A moment of an attempt in none of them is
 `other`, and a moment between two attempts is `restart`. Attempts that overlap (clocks of two hosts)
@@ -16,6 +18,7 @@ time is no goodput.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -29,7 +32,8 @@ from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.analysis.plain_steps import find_other_plain_steps
 from fsdp_inspect.analysis.step_selection import find_record, sum_per_step
 from fsdp_inspect.columns import TableSpec, metric_column, text_column, value_column
-from fsdp_inspect.errors import MissingDataError
+from fsdp_inspect.errors import MissingDataError, StoreError
+from fsdp_inspect.formatting import format_ns, format_numbers, plural
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import (
@@ -39,7 +43,14 @@ from fsdp_inspect.trace.codes import (
     StepPart,
 )
 from fsdp_inspect.trace.intervals import Intervals
-from fsdp_inspect.trace.run import ProcessLife, RankRecord, RunSource, RunStatus, TimeSpan
+from fsdp_inspect.trace.run import (
+    ProcessLife,
+    RankRecord,
+    RunSource,
+    RunStatus,
+    TimeSpan,
+    completed_steps,
+)
 from fsdp_inspect.trace.tables import MISSING_INT, EventTable, if_known, rows_of
 
 
@@ -130,6 +141,8 @@ class Lifetime(TableResult):
     """Completed steps of all attempts."""
     num_lost_steps: int
     """Number of steps that a restart lost."""
+    is_whole: bool
+    """Whether all attempts, steps and checkpoints are known; else the numbers are of the known."""
     notes: tuple[str, ...]
 
     TABLE: ClassVar[TableSpec] = TableSpec(
@@ -153,6 +166,25 @@ class Lifetime(TableResult):
         ),
     )
 
+    @property
+    def goodput_basis(self) -> str:
+        """The wall time that the goodput is a part of, as in `of 3.2 s`."""
+        return f"of {format_ns(self.wall_ns)}{'' if self.is_whole else ', as far as recorded'}"
+
+    @property
+    def progress(self) -> str:
+        """The steps over all attempts: `46 completed steps in 3 attempts, 6 lost at a restart`."""
+        least = "" if self.is_whole else "at least "
+        steps = f"{least}{plural(self.num_steps, 'completed step')}"
+        lost = f", {self.num_lost_steps} lost at a restart" if self.num_lost_steps else ""
+        recorded = " as far as recorded" if lost and least else ""
+        return f"{steps} in {plural(self.num_attempts, 'attempt')}{lost}{recorded}"
+
+    @property
+    def restarts(self) -> str | None:
+        """`progress` of a run with several attempts; None: it has one."""
+        return self.progress if self.num_attempts > 1 else None
+
     def rows(self) -> Sequence[PhaseTime]:
         """The phases with time."""
         return self.phases
@@ -167,13 +199,19 @@ def measure_lifetime(run: RunSource, *, rank: int | None = None) -> Lifetime:
 
     Args:
         run: A recorded or emulated run.
-        rank: The rank; default: the lowest recorded rank, which usually saves the checkpoints.
+        rank: The rank; default: the lowest recorded rank, which usually saves the checkpoints, or
+            in attempts without all of its steps another one.
 
     Raises:
         MissingDataError: The run is imported, and a trace does not contain process times.
         IncompleteRunError: The run has no data of the rank.
     """
     return remember(run, ("lifetime", rank), partial(_measure_lifetime, run, rank))
+
+
+def measure_known_lifetime(run: RunSource) -> Lifetime | None:
+    """Measure the phases of a run that recorded its processes; None for other runs."""
+    return measure_lifetime(run) if any(record.life for record in run.ranks) else None
 
 
 def _measure_lifetime(run: RunSource, rank: int | None) -> Lifetime:
@@ -186,15 +224,51 @@ def _measure_lifetime(run: RunSource, rank: int | None) -> Lifetime:
     lowest = min((record.rank for record in run.ranks), default=0)
     chosen = find_record(run, lowest if rank is None else rank).rank
     sources = [*run.earlier_attempts, run]
-    attempts = [
-        replace(each, has_other_start=_begins_unlike(sources[0], source, chosen))
-        for source in sources
-        if (each := _read_attempt(source, chosen)) is not None
-    ]
-    notes = [note for each in attempts for note in each.notes]
-    if len(attempts) < len(sources):
-        notes.append(f"Some attempts have no data of rank {chosen}: their time is a restart.")
+    attempts, notes = [], []
+    for source in sources:
+        if not source.ranks:
+            continue
+        try:
+            each = _read_attempt(source, chosen) if rank is not None else _follow(source, chosen)
+        except StoreError as error:
+            if source is run:
+                raise
+            notes.append(f"An earlier attempt is left out. {error}")
+            continue
+        has_other_start = _begins_unlike(sources[0], source, each.rank)
+        attempts.append(replace(each, has_other_start=has_other_start))
+    notes += [note for each in attempts for note in each.notes]
+    missing = sorted({*range(attempts[-1].number)}.difference(each.number for each in attempts))
+    if missing:
+        notes.append(
+            f"The data of attempt {format_numbers(missing)} are missing: its steps are not "
+            "counted, and its time is a restart."
+        )
     return _Life(attempts).measure(run.manifest.run_id, chosen, notes)
+
+
+def _follow(run: RunSource, rank: int) -> "_Attempt":
+    """An attempt of a rank, or of another one if that has rows of more steps.
+
+    Raises:
+        StoreError: No rank of the attempt can be read.
+    """
+    try:
+        own = _read_attempt(run, rank)
+    except StoreError as error:
+        others = [each.rank for each in run.ranks if each.rank != rank]
+        is_here = len(others) < len(run.ranks)
+        reason = str(error) if is_here else f"It has no data of rank {rank}."
+        for other in others:
+            with suppress(StoreError):
+                return _read_attempt(run, other, instead_of=reason)
+        raise
+    if own.lacking:
+        more = [each for each in run.ranks if each.num_steps > len(own.steps)]
+        for record in sorted(more, key=lambda each: -each.num_steps):
+            with suppress(StoreError):
+                return _read_attempt(run, record.rank, instead_of=own.lacking)
+    return own
 
 
 @dataclass(frozen=True)
@@ -202,6 +276,7 @@ class _Attempt:
     """One attempt of one rank, with wall times in ns."""
 
     number: int
+    rank: int
     start_ns: int
     end_ns: int
     status: RunStatus
@@ -221,6 +296,10 @@ class _Attempt:
     checkpoint: Intervals
     saved_ns: int | None
     """Start of the last checkpoint that was saved completely."""
+    lacking: str
+    """The sentence that rows of completed steps are missing; empty: none are."""
+    is_whole: bool
+    """Whether all of its steps and checkpoints are known."""
     samples: NDArray[np.int64]
     """Shape (n, 3): time, resident memory of the process, used memory of the host; -1: unknown."""
     notes: tuple[str, ...]
@@ -266,10 +345,13 @@ def _begins_unlike(first: RunSource, later: RunSource, rank: int) -> bool:
     return known[0].updates[0].digests != known[1].updates[0].digests
 
 
-def _read_attempt(run: RunSource, rank: int) -> _Attempt | None:
-    record = next((each for each in run.ranks if each.rank == rank), None)
-    if record is None:
-        return None
+def _read_attempt(run: RunSource, rank: int, *, instead_of: str = "") -> _Attempt:
+    """The attempt of a rank; `instead_of` states why it is not that of the chosen rank.
+
+    Raises:
+        StoreError: The rank has no data, or its data are damaged.
+    """
+    record = find_record(run, rank)
     offset = record.clock_start.unix_ns - record.clock_start.monotonic_ns
     life = record.life or ProcessLife()
     events = run.events(rank)
@@ -278,13 +360,20 @@ def _read_attempt(run: RunSource, rank: int) -> _Attempt | None:
     steps = np.stack([found.step, found.start_ns + offset, found.end_ns + offset], axis=1)
     between = events.where(events.kind == EventKind.BETWEEN_STEPS)
     is_save = (between.flags & EventFlag.CHECKPOINT) != 0
-    is_complete = is_save & ((between.flags & EventFlag.ASYNC) == 0)
-    saves = [
-        *(between.start_ns[is_complete] + offset).tolist(),
-        *(span.start_ns + offset for span in life.background_saves),
-    ]
     started = [life.started_ns, life.imported_ns, record.clock_start.monotonic_ns]
     notes, end = [], _end_of(run, record, events, offset)
+    saved_ns = _saved_ns(run, record, events)
+    completed = completed_steps(run, record)
+    if instead_of:
+        notes.append(f"Attempt {record.attempt} is measured on rank {rank}. {instead_of}")
+    lacking = ""
+    if len(steps) < completed and record.status is not RunStatus.RUNNING:
+        lacking = (
+            f"Rank {rank} completed {plural(completed, 'step')} of attempt {record.attempt}, but "
+            f"has rows of {len(steps)}"
+            + (": a killed process loses its last ones." if record.clock_end is None else ".")
+        )
+        notes.append(f"{lacking} A checkpoint in the others is unknown, too.")
     if life.started_ns is None:
         notes.append(
             f"The start of the process of attempt {record.attempt} is unknown: its time begins "
@@ -292,6 +381,7 @@ def _read_attempt(run: RunSource, rank: int) -> _Attempt | None:
         )
     return _Attempt(
         number=record.attempt,
+        rank=rank,
         start_ns=min([each + offset for each in started if each is not None], default=0)
         if life.started_ns is None
         else life.started_ns + offset,
@@ -306,10 +396,33 @@ def _read_attempt(run: RunSource, rank: int) -> _Attempt | None:
         idle=_idle_of(run, record, offset, end),
         evaluation=_shifted(between, ~is_save, offset),
         checkpoint=_shifted(between, is_save, offset),
-        saved_ns=max(saves, default=None),
+        saved_ns=saved_ns,
+        lacking=lacking,
+        is_whole=not lacking and not (instead_of and saved_ns is None),
         samples=_samples_of(run, rank, life, offset),
         notes=tuple(notes),
     )
+
+
+def _saved_ns(run: RunSource, record: RankRecord, events: EventTable) -> int | None:
+    """The start of the last checkpoint that was saved completely; None: none was.
+
+    If this rank saved none, the lowest one may have saved that of all ranks.
+    """
+    offset = record.clock_start.unix_ns - record.clock_start.monotonic_ns
+    flags = events.flags & (EventFlag.CHECKPOINT | EventFlag.ASYNC)
+    is_save = (events.kind == EventKind.BETWEEN_STEPS) & (flags == EventFlag.CHECKPOINT)
+    background = () if record.life is None else record.life.background_saves
+    saves: list[int] = events.start_ns[is_save].tolist()
+    saves += [span.start_ns for span in background]
+    if saves:
+        return max(saves) + offset
+    lowest = min(run.ranks, key=lambda each: each.rank)
+    if lowest.rank == record.rank:
+        return None
+    with suppress(StoreError):
+        return _saved_ns(run, lowest, run.events(lowest.rank, kinds=[EventKind.BETWEEN_STEPS]))
+    return None
 
 
 def _shifted(rows: EventTable, mask: NDArray[np.bool_], offset: int) -> Intervals:
@@ -383,6 +496,7 @@ class _Life:
     def measure(self, run_id: str, rank: int, notes: Sequence[str]) -> Lifetime:
         durations = {phase: spans.duration_ns for phase, spans in self._spans.items()}
         parts, scaled = self._training_parts()
+        num_attempts = self._attempts[-1].number + 1
         num_lost = sum(int(mask.sum()) for mask in map(self._is_lost, range(len(self._attempts))))
         return Lifetime(
             run_id=run_id,
@@ -394,9 +508,11 @@ class _Life:
             ),
             training_parts=parts,
             background_checkpoint_ns=self._background_ns(),
-            num_attempts=len(self._attempts),
+            num_attempts=max(num_attempts, len(self._attempts)),
             num_steps=sum(len(each.steps) for each in self._attempts),
             num_lost_steps=num_lost,
+            is_whole=num_attempts <= len(self._attempts)
+            and all(each.is_whole for each in self._attempts),
             notes=(*notes, *self._lost_notes(), *scaled),
         )
 

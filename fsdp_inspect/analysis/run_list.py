@@ -1,8 +1,9 @@
 """List the runs of a folder, with their status and key numbers.
 
 A listing reads only the small records (`run.json`, `rank.json`), and the end of the events of a
-rank that still records or was killed, so it is fast. The
-key numbers of a run (`measure_key_numbers`) come from its summary, in some milliseconds per run.
+rank that still records or was killed, so it is fast. Of a run with restarts it reads the steps of
+all attempts. The key numbers of a run (`measure_key_numbers`) come from its summary, in some
+milliseconds per run.
 """
 
 import contextlib
@@ -13,14 +14,16 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_inspect.analysis.correctness import check_training
+from fsdp_inspect.analysis.lifetime import measure_known_lifetime
 from fsdp_inspect.analysis.memory.peak import highest_peak_bytes
 from fsdp_inspect.analysis.plain_steps import measure_other_plain_steps
 from fsdp_inspect.analysis.step_times import measure_overlap, measure_step_times
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
 from fsdp_inspect.errors import StoreError
+from fsdp_inspect.formatting import capitalize
 from fsdp_inspect.store.files import is_url
 from fsdp_inspect.store.folder import RunEntry, list_runs
-from fsdp_inspect.store.reader import open_run
+from fsdp_inspect.store.reader import StoredRun, open_run
 from fsdp_inspect.trace.run import RunSource
 
 _RUNS_AT_ONCE = 16
@@ -148,6 +151,16 @@ def _course(values: list[int]) -> tuple[int, ...]:
     return tuple(int(np.median(part)) for part in parts if len(part))
 
 
+def _name_restarts(run: StoredRun) -> str | None:
+    """The steps over all attempts of a run with several ones on a disk; a URL would be slow."""
+    if len(run.attempts) < 2 or is_url(run.path):
+        return None
+    with contextlib.suppress(StoreError):
+        found = measure_known_lifetime(run)
+        return f"{capitalize(found.restarts)}." if found and found.restarts else None
+    return None
+
+
 def change_ratio(value: int | None, reference: int | None) -> float | None:
     """Return (value - reference) / reference; None if either is missing or the reference is 0."""
     if value is None or not reference:
@@ -182,7 +195,7 @@ def _describe(entry: RunEntry) -> ListedRun:
         mistake = None
         with contextlib.suppress(StoreError):  # the notes state the damage
             mistake = name_mistake(run)
-        notes = tuple(filter(None, [*run.notes, mistake]))
+        notes = tuple(filter(None, [_name_restarts(run), *run.notes, mistake]))
     except StoreError as error:
         return ListedRun(id=entry.id, path=entry.path, notes=(str(error),))
     return ListedRun(

@@ -19,7 +19,7 @@ from fsdp_inspect.analysis.exposed import Exposed, measure_exposed
 from fsdp_inspect.analysis.host_stops import HostStops, measure_host_stops
 from fsdp_inspect.analysis.kernels import find_profile
 from fsdp_inspect.analysis.last_arrivals import find_last_arrivals
-from fsdp_inspect.analysis.lifetime import Lifetime, measure_lifetime
+from fsdp_inspect.analysis.lifetime import measure_known_lifetime
 from fsdp_inspect.analysis.memory.allocator import AllocatorUse, measure_allocator
 from fsdp_inspect.analysis.memory.growth import measure_memory_growth
 from fsdp_inspect.analysis.memory.peak import Memory, measure_memory
@@ -81,6 +81,10 @@ class Summary(RunHeading, Result):
     left_out: StepsLeftOut
     goodput_ratio: float | None
     """Time of the phase training / wall time; None for imports and old runs."""
+    goodput_basis: str | None
+    """`Lifetime.goodput_basis`; None without `goodput_ratio`."""
+    restarts: str | None
+    """`Lifetime.restarts`; None also for imports and old runs."""
     throughput: Throughput | None
     """Tokens per second, MFU and the utilisation of the device; None if all are unknown."""
     wall_ns: int | None
@@ -136,7 +140,7 @@ def measure_summary(run: RunSource) -> Summary:
     units = try_measure(measure_units, run, damage)
     provenance = try_measure(measure_provenance, run, damage)
     drift = try_measure(measure_drift, run, damage)
-    lifetime = try_measure(_measure_lifetime, run, damage)
+    lifetime = try_measure(measure_known_lifetime, run, damage)
     loss = try_measure(_find_loss, run, damage)
     throughput = try_measure(measure_throughput, run, damage)
     plan_check = try_measure(check_plan, run, damage)
@@ -184,6 +188,8 @@ def measure_summary(run: RunSource) -> Summary:
         median_rank=times.median_rank,
         provenance=provenance,
         goodput_ratio=lifetime.goodput_ratio if lifetime else None,
+        goodput_basis=lifetime.goodput_basis if lifetime else None,
+        restarts=lifetime.restarts if lifetime else None,
         throughput=throughput,
         wall_ns=lifetime.wall_ns if lifetime else None,
         step_time_ns=times.step_time_ns,
@@ -238,13 +244,6 @@ def _find_rare_work(run: RunSource) -> RareWork | None:
     found = find_rare_work(timed_ranks(run))
     is_cost = found is not None and found.others_wait and found.chance <= MAX_CHANCE
     return found if is_cost else None
-
-
-def _measure_lifetime(run: RunSource) -> Lifetime | None:
-    """Measure the phases of a run that recorded its processes; None for other runs."""
-    if not any(record.life for record in run.ranks):
-        return None
-    return measure_lifetime(run)
 
 
 def _measure_allocator(run: RunSource, memory: Memory) -> AllocatorUse | None:

@@ -14,9 +14,8 @@ import pyarrow.compute as pc
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import RunContext
-from fsdp_inspect.analysis.lifetime import measure_lifetime
+from fsdp_inspect.analysis.lifetime import measure_known_lifetime
 from fsdp_inspect.analysis.memory.peak import measure_memory
-from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.analysis.run_list import MOST_COURSE, measure_key_numbers, name_mistake
 from fsdp_inspect.analysis.scalars import measure_loss
 from fsdp_inspect.analysis.step_times import StepPoint, measure_overlap, measure_step_times
@@ -42,7 +41,7 @@ from fsdp_inspect.catalog.generations import (
     remove_unused,
 )
 from fsdp_inspect.catalog.tables import RANKS, RUNS, STEPS, TABLES, UNITS, to_table
-from fsdp_inspect.comparison.settings import device_of, settings_as_text
+from fsdp_inspect.comparison.settings import describe_plan, device_of, settings_as_text
 from fsdp_inspect.errors import CatalogError, FsdpInspectError
 from fsdp_inspect.parallel.tasks import InProcess, InThreads, Tasks, require_shared_folder
 from fsdp_inspect.results import Result
@@ -432,7 +431,7 @@ def _about(run: RunSource) -> Row:
         "model": manifest.model.class_name,
         "num_parameters": manifest.model.num_parameters or None,
         "num_units": len(manifest.units),
-        "plan": describe_sharding(manifest),
+        "plan": describe_plan(manifest),
         "backend": manifest.backend,
         "sharder": manifest.sharder_traits.title,
         "device": device_of(manifest),
@@ -479,10 +478,8 @@ def _memory(run: RunSource) -> Row:
 
 
 def _lifetime(run: RunSource) -> Row:
-    if not any(record.life for record in run.ranks):
-        return {}
-    lifetime = measure_lifetime(run)
-    return {"goodput_ratio": lifetime.goodput_ratio, "wall_ns": lifetime.wall_ns}
+    found = measure_known_lifetime(run)
+    return {"goodput_ratio": found.goodput_ratio, "wall_ns": found.wall_ns} if found else {}
 
 
 def _loss(run: RunSource) -> Row:

@@ -108,7 +108,9 @@ RUNS = CatalogTable(
             text_column("model", "The class of the model."),
             metric_column("num_parameters"),
             number_column("num_units", "The number of units."),
-            text_column("plan", "The sharding in a few words."),
+            text_column(
+                "plan", "The plan in a few words, with an id: only equal plans of a model share it."
+            ),
             text_column("backend", "The backend of torch.distributed."),
             text_column("sharder", "The code that made the units."),
             text_column("device", "The device's name, or its type."),

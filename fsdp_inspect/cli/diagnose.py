@@ -141,13 +141,8 @@ def diagnose(  # noqa: PLR0913 - one argument an option
             print("fsdp_inspect: ", end="")
         has_notes = found.is_imported or found.status is Status.HEALTHY
         notes = opened.notes if has_notes else ()  # those of a problem are its evidence
-        print_renderable(render_diagnosis(found, brief=brief, run=run, notes=notes))
-        earlier = [rank.attempt for each in opened.source.earlier_attempts for rank in each.ranks]
-        if earlier and attempt is None and not brief:
-            print(
-                "\nThis is the last attempt. The one before it: `fsdp-inspect diagnose "
-                f"{shlex.quote(run)} --attempt {max(earlier)}`."
-            )
+        before = None if attempt == opened.source.attempts[-1] else attempt
+        print_renderable(render_diagnosis(found, brief=brief, run=run, notes=notes, attempt=before))
         if at_end is not None:
             with contextlib.suppress(OSError):
                 at_end.touch()  # no other process explains the same end

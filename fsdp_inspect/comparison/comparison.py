@@ -196,12 +196,14 @@ def _find_run_caveats(sides: Sequence[MeasuredSide]) -> Iterator[str]:
     """Name runs that are not complete, other plain steps, and imported traces of one step."""
     for side in sides:
         for run in side.runs:
+            name = run.summary.run_id
+            name += "" if name == side.label else f" of {side.label}"
             if (caveat := run.trust.other_plain_steps_caveat) is not None:
-                yield f"Run {run.summary.run_id} of {side.label}: {caveat}"
+                yield f"Run {name}: {caveat}"
             if run.summary.status not in ("complete", "imported"):
                 yield (
-                    f"Run {run.summary.run_id} of {side.label} is {run.summary.status}: the "
-                    "comparison lacks the data that it did not record."
+                    f"Run {name} is {run.summary.status}: the comparison lacks the data that it "
+                    "did not record."
                 )
     whole = [
         side.label

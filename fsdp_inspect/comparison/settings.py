@@ -4,15 +4,19 @@ Names, folders and URLs of runs are not settings. The comparison uses the observ
 unit, with the `reshard_after_forward` that ran (torch applies its own rule to the root).
 """
 
+import json
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, Literal
 
+from fsdp_inspect.analysis.run_heading import describe_sharding, identify
 from fsdp_inspect.formatting import format_unit, listed
 from fsdp_inspect.trace.plan import SETTINGS, Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit
+from fsdp_inspect.trace.sharders import UNKNOWN
 
 NAMES_AND_PLACES = frozenset({"name", "runs_dir", "tag", "tags", "upload", "log_to"})
 """Configuration keys that only identify a run, or name the places of its data."""
@@ -80,6 +84,22 @@ def settings_as_text(manifest: RunManifest) -> dict[str, str]:
     }
 
 
+def describe_plan(manifest: RunManifest) -> str:
+    """The plan of a run in a few words, with an id that only equal plans of one model share."""
+    checkpointing = manifest.plan.get("checkpointing") or {}
+    ran = [manifest.observed.get(name, "") for name in ("backwards", "gradient_sync")]
+    whole = {name: manifest.plan.get(name) for name in _PLAN_OF_THE_WHOLE}
+    sizes = [unit.num_parameters for unit in manifest.units]
+    known = json.dumps([whole, ran, _unit_settings(manifest), sizes], sort_keys=True, default=str)
+    facts = [
+        describe_sharding(manifest),
+        *(f"{kind} checkpointing" for kind, names in checkpointing.items() if names),
+        "" if ran[0] in ("", "1 a step") else ran[0].replace(" a step", " backwards a step"),
+        f"plan {zlib.crc32(known.encode()):08x}",
+    ]
+    return ", ".join(filter(None, facts))
+
+
 def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifference, ...]:
     """Return the settings that differ between the runs, machine first.
 
@@ -142,13 +162,20 @@ def find_comparison_caveats(
         manifests: One for each side.
         labels: The labels of the sides.
     """
+    unknown: dict[str, list[str]] = {}
     for name, value_of, consequence in _CAVEATS:
         values = [value_of(manifest) for manifest in manifests]
-        if not _all_equal(values):
+        if len({*values} - {None, UNKNOWN}) > 1:
             each = ", ".join(
-                f"{label}: {value}" for label, value in zip(labels, values, strict=True)
+                f"{label}: {value or UNKNOWN}" for label, value in zip(labels, values, strict=True)
             )
             yield f"Different {name} ({each}): {consequence}."
+        elif not _all_equal(values):
+            for label, value in zip(labels, values, strict=True):
+                if value == UNKNOWN:
+                    unknown.setdefault(label, []).append(name)
+    for label, names in unknown.items():
+        yield f"Unknown of {label}: {', '.join(names)}. They may be those of the other runs."
 
 
 def device_of(manifest: RunManifest) -> str:
@@ -165,13 +192,13 @@ _CAVEATS = (
     ("device", device_of, "compute times differ for this reason alone"),
     (
         "torch",
-        lambda manifest: manifest.versions.get("torch", "unknown"),
+        lambda manifest: manifest.versions.get("torch", UNKNOWN),
         "kernels, the allocator and FSDP2 itself can differ",
     ),
-    ("backend", lambda manifest: manifest.backend, "the collectives run different code"),
+    ("backend", lambda manifest: manifest.backend or UNKNOWN, "the collectives run different code"),
     (
         "sharder",
-        lambda manifest: manifest.sharder_traits.title,
+        lambda manifest: identify(manifest).sharder or None,
         "the units, their collectives and the schedule differ",
     ),
     (
@@ -181,7 +208,9 @@ _CAVEATS = (
     ),
     (
         "model",
-        lambda manifest: f"{manifest.model.class_name} {manifest.model.num_parameters}",
+        lambda manifest: (
+            f"{manifest.model.class_name} {manifest.model.num_parameters or ''}".strip() or UNKNOWN
+        ),
         "units with the same name can be different",
     ),
 )
@@ -189,16 +218,20 @@ _CAVEATS = (
 _ORDER = ("machine", "model", "config", "plan", "versions", "environment", "code")
 
 
+def _if_known(value: str) -> str | None:
+    return None if value in ("", UNKNOWN) else value
+
+
 def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
     """Yield all settings of a run by group and name, flattened, without the units."""
     yield ("machine", "world_size"), manifest.world_size
     yield ("machine", "mesh"), " x ".join(str(size) for size in manifest.mesh.values()) or None
-    yield ("machine", "backend"), manifest.backend
-    yield ("machine", "sharder"), manifest.sharder_traits.title
-    yield ("machine", "device"), device_of(manifest)
+    yield ("machine", "backend"), _if_known(manifest.backend)
+    yield ("machine", "sharder"), _if_known(manifest.sharder_traits.title)
+    yield ("machine", "device"), _if_known(device_of(manifest))
     yield ("machine", "source"), manifest.source
-    yield ("model", "class"), manifest.model.class_name
-    yield ("model", "num_parameters"), manifest.model.num_parameters
+    yield ("model", "class"), _if_known(manifest.model.class_name)
+    yield ("model", "num_parameters"), manifest.model.num_parameters or None
     for name, observed in manifest.observed.items():
         yield ("model", name), observed
     for name, value in _flatten("", manifest.config):

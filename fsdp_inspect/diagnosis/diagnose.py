@@ -142,6 +142,7 @@ class RankState:
     idle_s: float | None
     """Seconds since the last collective was issued or finished."""
     step: int | None
+    """The present step; of a rank that ended its recording, the one that would have begun."""
     phase: Phase | None
     activity: Activity | None
     """The current work of the training thread; None without stacks."""
@@ -155,6 +156,12 @@ class RankState:
     """The `StartStage` of a rank that has not begun to train; 0: it has."""
     has_no_batch_left: bool = False
     """Whether its last pass over a data loader has ended."""
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that the rank began; None: it began none, or this is unknown."""
+        is_next = self.end.kind is EndKind.COMPLETE
+        return self.step - is_next if self.step is not None and self.step >= is_next else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +235,8 @@ class Diagnosis:
     """What is wrong with damaged files of a healthy run, one sentence each."""
     events: tuple[RunEvent, ...] = ()
     """What happened, in order: the ranks differed, hung, ran out of memory, ended, and so on."""
+    earlier_attempts: tuple[tuple[int, str], ...] = ()
+    """The number and the status of each attempt before this one, newest first."""
 
     def __repr__(self) -> str:
         problem = "" if self.problem is None else f", {self.problem.value}"
@@ -1259,6 +1268,11 @@ class _Case:
             numerics=self._numerics,
             loss_spikes=find_loss_spikes(self._run),
             drift=() if self._is_imported else measure_drift(self._run).changes,
+            earlier_attempts=tuple(
+                (each.ranks[0].attempt, each.status.value)
+                for each in reversed(self._run.earlier_attempts)
+                if each.ranks
+            ),
             has_memory=problem is not ProblemClass.OUT_OF_MEMORY
             or any(len(self._run.memory(record.rank)) for record in self._run.ranks),
             long_steps=None if self._is_imported else measure_drift(self._run).long_steps,

@@ -34,6 +34,7 @@ from fsdp_inspect.store.writer import RankWriter
 from fsdp_inspect.trace.black_box import EMPTY_HEADER, HEADER_BYTES, encode_header
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus, StartStage
+from fsdp_inspect.trace.sharders import UNKNOWN
 
 _INTERVAL_S = 1.0
 _STAND_S = 60.0
@@ -160,8 +161,9 @@ class StartWatch:
             created_unix_ns=now,
             command=list(sys.argv),
             world_size=self._job.world_size,
-            backend=str(dist.get_backend()) if dist.is_initialized() else "",
-            device_type="cpu",
+            backend=str(dist.get_backend()) if dist.is_initialized() else UNKNOWN,
+            device_type=UNKNOWN,
+            sharder=UNKNOWN,
         )
         folder.write_manifest_if_absent(path, manifest)
         record = RankRecord(

@@ -66,6 +66,7 @@ from fsdp_inspect.trace.run import StartStage
 MOST_STATES = 16
 """The number of different states of ranks that the evidence lists."""
 _MAX_FAILURE = 300
+_ON_LAST_ATTEMPT = re.compile(r"fsdp-inspect (?!diagnose )[\w -]+ RUN")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +78,40 @@ class DiagnosisText:
     next: tuple[str, ...]
     detail: str
     """The sentence without the words of the headline, to show below it."""
+    earlier: str
+    """The attempts before this one, with the command that diagnoses them; empty: there are none."""
 
 
-def describe_diagnosis(found: Diagnosis, *, run: str = "RUN") -> DiagnosisText:
+def describe_diagnosis(
+    found: Diagnosis, *, run: str = "RUN", attempt: int | None = None
+) -> DiagnosisText:
     """Describe a diagnosis in words: the problem, its evidence, and what to do.
 
     Args:
         found: The diagnosis.
         run: The run in commands.
+        attempt: The attempt, if another one follows it: other commands show the last one.
     """
-    steps = tuple(name_run(step, run) for step in _next(found))
+    nexts = list(_next(found))
+    if attempt is not None:
+        nexts = [
+            step.replace("diagnose RUN", f"diagnose RUN --attempt {attempt}")
+            for step in nexts
+            if not _ON_LAST_ATTEMPT.search(step)
+        ]
+    steps = tuple(name_run(step, run) for step in nexts)
     sentence = _hedge(found, _sentence(found))
     fault = found.training
     detail = sentence if fault is None else f"{fault.why}{_line_of(fault)}"
-    return DiagnosisText(sentence, tuple(_evidence(found)), steps, detail)
+    return DiagnosisText(sentence, tuple(_evidence(found)), steps, detail, _earlier(found, run))
+
+
+def _earlier(found: Diagnosis, run: str) -> str:
+    if not found.earlier_attempts:
+        return ""
+    shown = ", ".join(f"{number} ({status})" for number, status in found.earlier_attempts)
+    command = f"fsdp-inspect diagnose RUN --attempt {found.earlier_attempts[0][0]}"
+    return f"Attempts before this one: {shown}. Diagnose one: `{name_run(command, run)}`."
 
 
 def _is_fact(found: Diagnosis) -> bool:
@@ -110,7 +131,12 @@ def _hedge(found: Diagnosis, sentence: str) -> str:
 
 
 def render_diagnosis(
-    found: Diagnosis, *, brief: bool = False, run: str = "RUN", notes: Sequence[str] = ()
+    found: Diagnosis,
+    *,
+    brief: bool = False,
+    run: str = "RUN",
+    notes: Sequence[str] = (),
+    attempt: int | None = None,
 ) -> RenderableType:
     """Render a diagnosis for a terminal.
 
@@ -119,8 +145,9 @@ def render_diagnosis(
         brief: Only the sentence and the next step.
         run: The run in commands.
         notes: What the data cannot show, one sentence each.
+        attempt: As for `describe_diagnosis`.
     """
-    text = describe_diagnosis(found, run=run)
+    text = describe_diagnosis(found, run=run, attempt=attempt)
     style = {Status.HEALTHY: "bold green", Status.PROBLEM: "bold red"}.get(found.status, "bold")
     parts: list[RenderableType] = [Text(text.sentence, style=style)]
     if not brief and text.evidence:
@@ -132,6 +159,8 @@ def render_diagnosis(
         parts += ["", Text("Plans that fit", style="bold"), *map(_bullet, fitting)]
     if text.next:
         parts += ["", Text("Next", style="bold"), *map(_bullet, text.next)]
+    if text.earlier and not brief:
+        parts += ["", Text(text.earlier)]
     if notes and not brief:
         parts += ["", *(Text(f"note: {note}", style="yellow") for note in notes)]
     return Group(*parts)
@@ -143,7 +172,7 @@ def render_states(found: Diagnosis) -> Table:
     for state in found.states:
         table.add_row(
             str(state.rank),
-            MISSING if state.step is None else str(state.step),
+            MISSING if state.last_step is None else str(state.last_step),
             MISSING if state.phase is None else state.phase.title,
             Text(MISSING if state.last is None else _issued_at(state.last, found)),
             "waits" if state.waits else state.end.kind.value,
@@ -168,6 +197,9 @@ def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:
         "evidence": list(text.evidence),
         "next": list(text.next),
         "failure": found.failure or None,
+        "earlier_attempts": [
+            {"attempt": number, "status": status} for number, status in found.earlier_attempts
+        ],
         "events": [_event_to_dict(event) for event in found.events],
         "missing_ranks": list(found.missing_ranks),
         "loss_spikes": [to_plain(each) for each in found.loss_spikes],
@@ -187,7 +219,7 @@ def _state_to_dict(state: RankState, found: Diagnosis) -> dict[str, Any]:
     return {
         "rank": state.rank,
         "end": state.end.kind.value,
-        "step": state.step,
+        "step": state.last_step,
         "phase": None if state.phase is None else state.phase.label,
         "last_collective": None if last is None else describe_issued(last, found.unit_names),
         "waits": state.waits,
@@ -228,6 +260,8 @@ def headline_diagnosis(found: Diagnosis) -> str:
         if found.unknown is Unknown.NO_BLACK_BOX and found.status is Status.HEALTHY:
             return f"{_ENDED}."
         is_healthy = found.status is Status.HEALTHY
+        if is_healthy and found.earlier_attempts:
+            return "No failure found in this attempt."
         return "No failure found." if is_healthy else "Cannot tell what went wrong."
     if found.training is not None:
         return found.training.headline
@@ -932,10 +966,11 @@ def _evidence(found: Diagnosis) -> Iterator[str]:
 
 
 def _without_record(found: Diagnosis) -> str:
-    """A clause, such as `rank 1 has no record in this folder`."""
+    """A clause, such as `rank 1 has no readable rank.json in this folder`."""
+    what = "record" if found.is_imported else "readable rank.json"
     verb = "has" if len(found.missing_ranks) == 1 else "have"
     who = format_ranks(found.missing_ranks) if found.missing_ranks else "the other ranks"
-    return f"{who} {verb} no record in this folder"
+    return f"{who} {verb} no {what} in this folder"
 
 
 def _describe_event(event: RunEvent) -> str:

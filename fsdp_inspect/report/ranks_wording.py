@@ -256,7 +256,8 @@ def _rare_work(rare: RareWork) -> str:
 def _imbalance(ranks: Ranks, replay: StepReplay) -> str:
     cost = format_metric("imbalance_ns", ranks.imbalance_ns)
     where, rare, others = _steps(replay), ranks.rare_work, ""
-    costs = f"Unequal work costs {cost} a step in {where}"
+    whose = " of the recorded ranks" if ranks.trust.missing_ranks else ""
+    costs = f"Unequal work{whose} costs {cost} a step in {where}"
     if rare is not None:
         inside = len({*rare.steps} & {*replay.steps}) or "None"
         others = f" {inside} of these {len(replay.steps)} steps are among those {len(rare.steps)}."

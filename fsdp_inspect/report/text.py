@@ -30,6 +30,7 @@ from fsdp_inspect.analysis.units import UnitCosts
 from fsdp_inspect.analysis.verdict import RankVerdict, Verdict
 from fsdp_inspect.analysis.verdict.facts import PHASES_BY_NAME
 from fsdp_inspect.formatting import (
+    capitalize,
     format_bytes,
     format_ns,
     format_numbers,
@@ -349,11 +350,10 @@ def _numbers_table(summary: Summary) -> Table:
     for name, value, origin in list_throughput(summary.throughput):
         table.add_row(find_metric(name).label, format_metric(name, value), origin)
     if summary.goodput_ratio is not None:
-        wall = format_metric("wall_ns", summary.wall_ns)
         table.add_row(
             find_metric("goodput_ratio").label,
             format_metric("goodput_ratio", summary.goodput_ratio),
-            f"of {wall}",
+            summary.goodput_basis,
         )
     return table
 
@@ -618,15 +618,11 @@ def render_lifetime(life: Lifetime) -> RenderableType:
 def describe_goodput(life: Lifetime) -> str:
     """The goodput in one sentence."""
     goodput = format_metric("goodput_ratio", life.goodput_ratio)
-    return f"Goodput: {goodput} of {format_metric('wall_ns', life.wall_ns)}."
+    return f"Goodput: {goodput} {life.goodput_basis}."
 
 
 def _describe_attempts(life: Lifetime) -> str:
-    steps = plural(life.num_steps, "completed step")
-    attempts = plural(life.num_attempts, "attempt")
-    details = f"{steps} in {attempts}"
-    if life.num_lost_steps:
-        details += f", {life.num_lost_steps} lost at a restart"
+    details = capitalize(life.progress)
     if life.background_checkpoint_ns:
         written = format_ns(life.background_checkpoint_ns)
         details += f". Checkpoints were written in the background for {written}"

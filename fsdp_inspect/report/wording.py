@@ -35,6 +35,7 @@ from fsdp_inspect.formatting import (
 from fsdp_inspect.metrics import find_metric
 from fsdp_inspect.report.layout import render_table
 from fsdp_inspect.trace.codes import StepPart
+from fsdp_inspect.trace.sharders import UNKNOWN
 
 NO_COMMUNICATION = "the import shows no communication."
 _NO_NETWORK = "fake"
@@ -63,9 +64,14 @@ def name_owner(owner: Owned) -> str:
 
 
 def describe_run(heading: RunHeading) -> str:
-    """Describe ranks, sharder, backend, device, model and loop: `2 ranks · DDP · gloo · cpu`."""
+    """Describe ranks, sharder, backend, device, model and loop: `2 ranks · DDP · gloo · cpu`.
+
+    A summary of a run with several attempts adds them, with their completed and lost steps.
+    """
     identity, ranks, loop = heading.identity, plural(heading.world_size, "rank"), ""
+    restarts = None
     if isinstance(heading, Summary):
+        restarts = heading.restarts
         if heading.num_ranks != heading.world_size:
             ranks += f" ({heading.num_ranks} recorded)"
         checked = heading.plan_check.loop if heading.plan_check is not None else None
@@ -81,8 +87,8 @@ def describe_run(heading: RunHeading) -> str:
         if identity.mesh.get("pp", 1) > 1:
             model += " in its pipeline stage"
     device = identity.device_name or identity.device_type
-    facts = [ranks, identity.sharder, name_backend(heading.backend), device, model, loop]
-    return " · ".join(fact for fact in facts if fact)
+    facts = [ranks, identity.sharder, name_backend(heading.backend), device, model, loop, restarts]
+    return " · ".join(fact for fact in facts if fact and fact != UNKNOWN)
 
 
 def _unfreezes(heading: RunHeading) -> bool:
@@ -97,7 +103,7 @@ def name_backend(backend: str | None) -> str:
     """The backend as text: `nccl`, `emulated`; empty if it is unknown."""
     if backend == _NO_NETWORK:
         return "emulated"
-    return "" if backend in (None, "unknown") else str(backend)
+    return "" if backend in (None, UNKNOWN) else str(backend)
 
 
 def describe_provenance(provenance: Provenance | None, *groups: str) -> str:

@@ -84,7 +84,15 @@ from fsdp_inspect.trace.live_memory import (
 )
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep, decode_steps
-from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus, TableOrigin, Unit
+from fsdp_inspect.trace.run import (
+    RankRecord,
+    RunManifest,
+    RunStatus,
+    TableOrigin,
+    Unit,
+    completed_steps,
+)
+from fsdp_inspect.trace.sharders import UNKNOWN
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump, parse_dump
 from fsdp_inspect.trace.tables import (
     DeviceTable,
@@ -214,7 +222,7 @@ class StoredRun:
                 return status
         if statuses == {RunStatus.IMPORTED}:  # an import of some ranks is complete
             return RunStatus.IMPORTED
-        if self._missing_ranks or not self.ranks:
+        if len(self.ranks) < len(self._rank_numbers) + len(self._missing_ranks) or not self.ranks:
             return RunStatus.PARTIAL
         return statuses.pop() if len(statuses) == 1 else RunStatus.COMPLETE
 
@@ -253,7 +261,7 @@ class StoredRun:
             ended = rows.step[rows.kind == EventKind.STEP]
             # A row of a step shows that the steps before have ended.
             last = int(rows.step.max(initial=0))
-            return max(record.num_steps, last, int(ended.max(initial=-1)) + 1)
+            return max(completed_steps(self, record), last, int(ended.max(initial=-1)) + 1)
         return record.num_steps
 
     @property
@@ -840,8 +848,9 @@ def manifest_from_ranks(folder_name: str, records: Sequence[RankRecord]) -> RunM
         created=datetime.fromtimestamp(created_ns / 1e9, UTC).isoformat(timespec="seconds"),
         created_unix_ns=created_ns,
         world_size=first.world_size,
-        backend="unknown",
-        device_type=first.device.partition(":")[0] or "unknown",
+        backend=UNKNOWN,
+        device_type=first.device.partition(":")[0] or UNKNOWN,
+        sharder=UNKNOWN,
     )
 
 

@@ -887,6 +887,12 @@ class RunSource(Protocol):
         ...
 
 
+def completed_steps(run: RunSource, record: RankRecord) -> int:
+    """The steps that a rank completed. Those of a killed rank are in its black box."""
+    box = run.black_box(record.rank) if record.status is RunStatus.CRASHED else None
+    return max(record.num_steps, 0 if box is None else box.header.step)
+
+
 # --- Assign the ranks of a run to nodes, from the recorded hosts or the emulated network.
 
 

@@ -4,7 +4,7 @@ Advice for a run names the settings of the sharder that the run used. A field is
 has no such setting.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FSDP2, FSDP1, DDP = "fsdp2", "fsdp1", "ddp"
 """`RunManifest.sharder`: `fully_shard`, `FullyShardedDataParallel`, `DistributedDataParallel`."""
@@ -13,6 +13,8 @@ ZERO1, ZERO2, ZERO3 = "zero1", "zero2", "zero3"
 DEEPSPEED = frozenset({ZERO1, ZERO2, ZERO3})
 SIMPLE_FSDP = "simple_fsdp"
 """`RunManifest.sharder`: parameters that a parametrization shards, for torch.compile."""
+UNKNOWN = "unknown"
+"""`RunManifest.sharder`, `.backend` and `.device_type` of ranks whose recording knows none."""
 NO_UNITS = "no_units"
 """`RunManifest.sharder`: a sharder whose units could not be read; a note of the run says why."""
 
@@ -153,6 +155,7 @@ _TRAITS = {
 
 
 FSDP2_TRAITS = _TRAITS[FSDP2]
+_TRAITS[UNKNOWN] = replace(FSDP2_TRAITS, title=UNKNOWN)
 
 
 def traits_of(sharder: str) -> SharderTraits:

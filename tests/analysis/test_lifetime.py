@@ -3,11 +3,15 @@ from dataclasses import replace
 import pytest
 
 from fsdp_inspect.analysis.lifetime import measure_lifetime
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.errors import IncompleteRunError, MissingDataError
+from fsdp_inspect.report.html.page import read_contents, render_run
+from fsdp_inspect.report.wording import describe_run
 from fsdp_inspect.trace.codes import EventFlag, EventKind, Phase
 from fsdp_inspect.trace.correctness import ParameterSeen, TrainingSeen, UpdateSeen
 from fsdp_inspect.trace.run import ClockPair, HostMemoryMark, ProcessLife, RunStatus, TimeSpan
 from fsdp_inspect.trace.tables import DeviceTable
+from tests.boxes import make_box
 from tests.builders import InMemoryRun, RunBuilder
 
 SAVE = int(EventFlag.CHECKPOINT)
@@ -116,6 +120,10 @@ def test_steps_before_the_checkpoint_that_the_next_attempt_loads_count():
     assert found["training"] == 10 + 30
     lifetime = measure_lifetime(run)
     assert (lifetime.num_attempts, lifetime.num_steps, lifetime.num_lost_steps) == (2, 8, 2)
+    assert lifetime.restarts == "8 completed steps in 2 attempts, 2 lost at a restart"
+    assert measure_lifetime(failed).restarts is None
+    assert describe_run(measure_summary(run)).endswith(f" · {lifetime.restarts}")
+    assert lifetime.restarts in render_run(read_contents(run))
     assert lifetime.notes == (
         "2 of 4 steps of attempt 0 are lost: attempt 1 loaded a checkpoint saved before them.",
     )
@@ -247,3 +255,79 @@ def test_an_import_has_no_lifetime():
 def test_a_missing_rank_is_refused_with_those_that_exist():
     with pytest.raises(IncompleteRunError, match="Rank 7 not found"):
         measure_lifetime(attempt(), rank=7)
+
+
+def killed(number: int, other: InMemoryRun | None, **run: object) -> InMemoryRun:
+    """An attempt whose rank 0 was killed in step 4, with the rows of step 0; `other` is rank 1."""
+    whole = attempt(number, **run)
+    (record,) = whole.ranks
+    ranks = [record.model_copy(update={"status": RunStatus.CRASHED, "clock_end": None})]
+    rows = whole.events(0)
+    tables = {0: rows.where(rows.end_ns <= 70)}
+    if other is not None:
+        ranks.append(other.ranks[0].model_copy(update={"rank": 1, "num_steps": 4}))
+        tables[1] = other.events(0)
+    boxes = {0: make_box([], (0, 1), step=4, sign_unix_ns=run.get("starts_at", 0) + 112)}
+    return replace(whole, ranks=ranks, event_tables=tables, black_boxes=boxes)
+
+
+def test_steps_whose_rows_a_killed_rank_lost_are_those_of_another_rank():
+    first = killed(0, attempt(status=RunStatus.FAILED, ends=120), saves=50)
+    lifetime = measure_lifetime(attempt(1, starts_at=1000, loads=True, earlier_attempts=[first]))
+    assert (lifetime.num_steps, lifetime.num_lost_steps, lifetime.is_whole) == (8, 4, True)
+    assert lifetime.notes[0] == (
+        "Attempt 0 is measured on rank 1. Rank 0 completed 4 steps of attempt 0, but has rows of "
+        "1: a killed process loses its last ones."
+    )
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_steps_whose_rows_are_lost_on_all_ranks_make_the_numbers_those_of_the_record(rank):
+    other = None if rank is None else attempt(status=RunStatus.FAILED)
+    lifetime = measure_lifetime(killed(0, other), rank=rank)
+    assert (lifetime.num_steps, lifetime.is_whole) == (1, False)
+    assert lifetime.goodput_basis == "of 112 ns, as far as recorded"
+    assert lifetime.notes == (
+        "Rank 0 completed 4 steps of attempt 0, but has rows of 1: a killed process loses its last "
+        "ones. A checkpoint in the others is unknown, too.",
+    )
+
+
+def test_checkpoints_that_the_lowest_rank_saved_count_for_the_others():
+    first = attempt(saves=80)
+    ranks = [first.ranks[0], first.ranks[0].model_copy(update={"rank": 1})]
+    tables = {0: first.events(0), 1: attempt().events(0)}
+    first = replace(first, ranks=ranks, event_tables=tables)
+    second = attempt(1, starts_at=1000, loads=True)
+    second = replace(
+        second,
+        ranks=[second.ranks[0].model_copy(update={"rank": 1})],
+        event_tables={1: second.events(0)},
+        earlier_attempts=[first],
+    )
+    assert measure_lifetime(second, rank=1).num_lost_steps == 2
+
+
+def test_a_missing_attempt_is_named_and_counted():
+    run = attempt(2, starts_at=1000, loads=True, earlier_attempts=[attempt(saves=80)])
+    lifetime = measure_lifetime(run)
+    assert (lifetime.num_attempts, lifetime.num_steps, lifetime.is_whole) == (3, 8, False)
+    assert lifetime.restarts == (
+        "at least 8 completed steps in 3 attempts, 2 lost at a restart as far as recorded"
+    )
+    assert lifetime.notes[0] == (
+        "The data of attempt 1 are missing: its steps are not counted, and its time is a restart."
+    )
+
+
+def test_an_attempt_without_the_lowest_rank_is_that_of_another_one():
+    first = attempt(status=RunStatus.FAILED, saves=80)
+    (record,) = first.ranks
+    first = replace(
+        first,
+        ranks=[record.model_copy(update={"rank": 1})],
+        event_tables={1: first.events(0)},
+    )
+    lifetime = measure_lifetime(attempt(1, starts_at=1000, loads=True, earlier_attempts=[first]))
+    assert (lifetime.num_attempts, lifetime.num_steps, lifetime.num_lost_steps) == (2, 8, 2)
+    assert lifetime.notes[0] == "Attempt 0 is measured on rank 1. It has no data of rank 0."

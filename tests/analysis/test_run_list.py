@@ -1,5 +1,6 @@
 from fsdp_inspect.analysis.run_list import change_ratio, list_recorded_runs, measure_key_numbers
 from fsdp_inspect.analysis.summary import measure_summary
+from tests.analysis.test_lifetime import attempt
 from tests.builders import steady_run, write_run
 
 
@@ -14,6 +15,13 @@ def test_a_listed_run_says_what_ran(tmp_path):
     [run] = list_recorded_runs(tmp_path)
     assert (run.status, run.world_size, run.num_ranks, run.num_steps) == ("complete", 2, 2, 3)
     assert (run.backend, run.device, run.model) == ("gloo", "cpu", "Decoder")
+
+
+def test_a_run_with_restarts_says_so(tmp_path):
+    for number in range(2):
+        write_run(attempt(number, starts_at=1000 * number), tmp_path / "run")
+    [listed] = list_recorded_runs(tmp_path)
+    assert listed.notes == ("8 completed steps in 2 attempts, 4 lost at a restart.",)
 
 
 def test_an_unreadable_run_comes_last_with_the_reason(tmp_path):

@@ -317,7 +317,7 @@ def test_gathers_of_an_optimizer_are_not_taken_for_clipping():
         ),
         (
             {"between_ns": 100 * MS},
-            "Checkpoints, evaluation or generation take 50% of the time.",
+            "Checkpoints, evaluation or generation take 50% of the loop's time.",
             "show RUN lifetime",
         ),
         (
@@ -842,7 +842,7 @@ def test_a_cost_beside_the_limit_is_named_with_its_remedy():
     verdict = give_verdict(facts(exposed_ns=40 * MS, between_ns=20 * MS))
     assert verdict.limit is Limit.COMMUNICATION
     assert verdict.next_steps[-1].startswith(
-        "Checkpoints, evaluation or generation take 16.7% of the time. "
+        "Checkpoints, evaluation or generation take 16.7% of the loop's time. "
     )
     alone = give_verdict(facts(exposed_ns=40 * MS, between_ns=5 * MS))
     assert not any("Checkpoints" in step for step in alone.next_steps)
@@ -855,7 +855,7 @@ def test_time_between_steps_is_compared_with_the_parts_of_the_step():
     found = facts(exposed_ns=42 * MS, between_ns=59 * MS, has_plan=True)
     verdict = give_verdict(found)
     assert verdict.limit is Limit.BETWEEN
-    assert "take 37.1% of the time" in verdict.sentence
+    assert "take 37.1% of the loop's time" in verdict.sentence
     assert verdict.next_steps[-1] == COMPARE_PLANS
     less = give_verdict(replace(found, between_ns=30 * MS))
     assert less.limit is Limit.COMMUNICATION

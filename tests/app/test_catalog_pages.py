@@ -12,6 +12,7 @@ from fsdp_inspect_app.catalog_reading import RunIndex, index_of
 
 from fsdp_inspect.catalog import index
 from fsdp_inspect.catalog.index import index_runs
+from fsdp_inspect.comparison.settings import describe_plan
 from fsdp_inspect.store.folder import create_run, list_runs
 from fsdp_inspect.trace.run import RunStatus
 from tests import builders
@@ -74,7 +75,9 @@ def test_every_run_is_read_and_what_cannot_be_read_says_why(tmp_path):
     found = find(RunIndex(tmp_path / "runs", tmp_path / "out"), tmp_path / "runs")
     assert found.is_complete
     assert found.rows["good"]["num_steps"] == 4
-    assert found.rows["good"]["plan"] == "10 units, reshard after forward, bfloat16"
+    plan = found.rows["good"]["plan"]
+    assert plan.startswith("10 units, reshard after forward, bfloat16, plan ")
+    assert plan == describe_plan(make_run().manifest)
     assert "invalid JSON" in found.problems["bad"]
     assert not list((tmp_path / "runs").glob(".*"))  # the folder belongs to others
 

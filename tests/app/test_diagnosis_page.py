@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from fsdp_inspect.trace.correctness import BatchSeen, OptimizerSeen, TrainingSeen
+from tests.analysis.test_lifetime import attempt
 from tests.app.conftest import OpenApp
 from tests.app.synthetic import make_run, write_run
 from tests.app.test_pages import read
 from tests.browser.states import write_crashed
+from tests.builders import write_run as write_run_in_memory
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,18 @@ def test_a_run_without_a_black_box_says_what_cannot_be_told(
     assert not app.exception
     assert "The recordings of all ranks ended normally." in read(app)
     assert "the run has no black box" in read(app)
+
+
+def test_a_run_that_failed_before_its_restart_names_the_attempt(
+    open_app: OpenApp, tmp_path: Path
+) -> None:
+    write_run_in_memory(attempt(0), tmp_path / "restarted")
+    write_run_in_memory(attempt(1), tmp_path / "restarted")
+
+    text = read(open_app(tmp_path, "diagnosis", run="restarted"))
+
+    assert "Attempts before this one: 0 (complete)." in text
+    assert "--attempt 0" in text
 
 
 @pytest.mark.parametrize("page", ["overview", "units", "live"])

@@ -1,5 +1,7 @@
 """Test that the Live page shows a live run, and states its end."""
 
+from dataclasses import replace
+
 import pytest
 from fsdp_inspect_app.app_pages.live.charts import (
     draw_devices,
@@ -52,6 +54,7 @@ def test_a_plain_step_shows_the_last_exposed_time_and_offers_detail(open_app, tm
     button.click().run()
     assert not app.exception
     assert (tmp_path / "now" / DETAIL_REQUEST_FILE).exists()
+    assert app.toast[0].value.startswith("Record in detail: requested.")
     for writer in writers:
         writer.close(RunStatus.COMPLETE)
 
@@ -102,6 +105,8 @@ def test_steps_are_drawn_with_their_exposed_part_hatched(recorded):
     assert step_time["told"] == ["1.00 µs"] * 3
     assert exposed["label"] == "exposed part"
     assert "chart-clip" in chart.markup
+    slowed = draw_live_steps([replace(step, is_memory_step=True) for step in steps])
+    assert "slowed by the recorder" in f"{slowed.markup}{slowed.plots}"
     frame = frame_of(LiveStep.TABLE, steps[::-1])
     assert frame["step"].tolist() == [2, 1, 0]
     assert frame["step time (ms)"].tolist() == [step.step_time_ns / 1e6 for step in steps[::-1]]

@@ -3,6 +3,7 @@ import pytest
 from fsdp_inspect.comparison.settings import (
     are_repeats,
     compare_settings,
+    describe_plan,
     find_comparison_caveats,
     find_shared_settings,
 )
@@ -30,6 +31,25 @@ def test_settings_that_differ_are_listed_with_every_value():
         ("config", "sharding.wrap", "", ("block", "root", "root")),
         ("config", "sharding.depth", "", (1, None, None)),
     ]
+
+
+def test_only_equal_plans_of_one_model_have_the_same_description():
+    first = manifest()
+    assert describe_plan(first) == describe_plan(manifest(config={"lr": 1}))
+    full = manifest(plan={"checkpointing": {"full": ["layers.0"], "selective": []}})
+    others = [
+        full,
+        manifest(plan={"checkpointing": {"full": ["layers.1"], "selective": []}}),
+        manifest(observed={"backwards": "2 a step"}),
+        manifest(observed={"gradient_sync": "last microbatch"}),
+        manifest(plan={"forward_prefetch": 1}),
+        manifest(unit={"layers.0": {"num_parameters": 77}}),
+        manifest(unit={"layers.0": {"reshard_after_forward": False}}),
+        manifest(unit={"layers.1": {"reshard_after_forward": False}}),
+    ]
+    assert len({describe_plan(each) for each in (first, *others)}) == 1 + len(others)
+    assert ", full checkpointing, plan " in describe_plan(full)
+    assert ", 2 backwards a step, plan " in describe_plan(others[2])
 
 
 def test_the_machine_comes_before_the_configuration_and_the_code_last():
@@ -97,8 +117,26 @@ def test_another_seed_is_listed_and_still_a_repeat():
     ],
 )
 def test_what_makes_runs_hard_to_compare_is_said(changes, said):
-    [caveat] = find_comparison_caveats([manifest(), manifest(**changes)], ["A", "B"])
+    known = {"versions": {"torch": "2.5"}}
+    manifests = [manifest(**known), manifest(**known | changes)]
+    [caveat] = find_comparison_caveats(manifests, ["A", "B"])
     assert caveat.startswith(said)
+
+
+def test_what_a_run_does_not_know_is_not_called_different():
+    unknown = {"backend": "unknown", "device_type": "unknown", "sharder": "unknown"}
+    first = manifest(versions={"torch": "2.5"})
+    second = manifest(**unknown, model=ModelInfo())
+    assert list(find_comparison_caveats([first, second], ["A", "B"])) == [
+        "Unknown of B: device, torch, backend, sharder, model. They may be those of the other runs."
+    ]
+
+
+def test_an_import_does_not_state_its_sharder():
+    (caveat,) = find_comparison_caveats(
+        [manifest(sharder="ddp"), manifest(source="imported")], ["A", "B"]
+    )
+    assert caveat.startswith("Different source")
 
 
 def test_runs_that_can_be_compared_need_no_caveat():

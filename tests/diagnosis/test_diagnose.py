@@ -118,6 +118,38 @@ def test_a_hang_that_ended_before_the_watchdog_looked_again_is_no_hang() -> None
     assert (found.status, found.problem) == (Status.HEALTHY, None)
 
 
+def test_the_step_of_a_rank_that_ended_its_recording_is_its_last_one() -> None:
+    boxes = {rank: make_box(DONE, RANKS, step=20) for rank in RANKS}
+    for status, step in ((RunStatus.COMPLETE, 19), (RunStatus.RUNNING, 20)):
+        found = diagnose(run_of(boxes, dict.fromkeys(RANKS, status)))
+        assert [each.last_step for each in found.states] == [step] * 3
+
+
+def test_attempts_before_this_one_are_named_with_their_status() -> None:
+    done = dict.fromkeys(RANKS, RunStatus.COMPLETE)
+    boxes = {rank: make_box(DONE, RANKS) for rank in RANKS}
+    first = replace(run_of(boxes, done, attempt=0), status=RunStatus.FAILED)
+    found = diagnose(replace(run_of(boxes, done, attempt=2), earlier_attempts=[first]))
+    assert headline_diagnosis(found) == "No failure found in this attempt."
+    assert describe_diagnosis(found, run="runs/a").earlier == (
+        "Attempts before this one: 0 (failed). Diagnose one: `fsdp-inspect diagnose runs/a "
+        "--attempt 0`."
+    )
+
+
+def test_the_next_steps_after_an_earlier_attempt_show_no_other_attempt() -> None:
+    found = diagnose(run_of({0: make_box(DONE, RANKS)}, {0: RunStatus.COMPLETE}))
+    out_of_memory = replace(
+        found, status=Status.PROBLEM, problem=ProblemClass.OUT_OF_MEMORY, unknown=None
+    )
+    last, earlier = (
+        describe_diagnosis(out_of_memory, run="r", attempt=attempt).next for attempt in (None, 0)
+    )
+    assert any("`fsdp-inspect show r memory`" in step for step in last)
+    assert not any("fsdp-inspect show" in step or "advise" in step for step in earlier)
+    assert not any("diagnose r`" in step for step in earlier)
+
+
 def test_the_line_of_a_late_rank_without_stacks_is_unknown() -> None:
     """The line of its last collective, which has ended, is another one."""
     found = diagnose(run_of({rank: waiting(rank) for rank in RANKS}))
@@ -159,7 +191,7 @@ def test_a_missing_folder_of_the_late_rank_is_said() -> None:
 
     assert (found.status, found.ranks) == (Status.CANNOT_TELL, ())
     assert found.unknown is Unknown.MISSING_RANKS
-    assert "rank 1 has no record in this folder" in describe_diagnosis(found).sentence
+    assert "rank 1 has no readable rank.json in this folder" in describe_diagnosis(found).sentence
 
 
 def test_all_ranks_in_one_collective_is_the_transport() -> None:

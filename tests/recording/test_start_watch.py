@@ -11,6 +11,7 @@ from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass
 from fsdp_inspect.recording import process_life
 from fsdp_inspect.recording.start_watch import StartWatch
 from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.report.wording import describe_run
 from fsdp_inspect.run import open_run
 from fsdp_inspect.store import folder
 from fsdp_inspect.store.writer import RankWriter
@@ -93,6 +94,8 @@ def test_a_run_is_diagnosed_with_its_rank_that_failed_before_it_trained(
 
         assert (found.problem, found.ranks) == (ProblemClass.RANK_DIED, (0,))
         assert found.missing_ranks == ()
+        assert open_run(own).manifest.sharder == "unknown"
+        assert describe_run(open_run(own).summary()) == "1 rank"
         assert "ValueError before the first step: no label" in describe_diagnosis(found).sentence
     assert open_run(tmp_path / "other").diagnose().missing_ranks == (0,)
 

@@ -61,6 +61,12 @@ def test_no_straggler_is_said_with_what_lateness_costs():
     assert "Unequal work costs" in text
 
 
+def test_the_cost_of_unequal_work_is_that_of_the_recorded_ranks():
+    run = build_run(*[(160, 100), (100, 160)] * 2)
+    run = replace(run, manifest=run.manifest.model_copy(update={"world_size": 3}))
+    assert "Unequal work of the recorded ranks costs" in shown(run)
+
+
 def test_what_cannot_be_told_is_said_and_never_called_a_straggler():
     text = shown(build_run((100, 160)))
     assert text.startswith("It is unknown whether there is a straggler: rank 1 works longest in 1")

@@ -233,6 +233,22 @@ def test_rank_whose_process_is_gone_reads_crashed(tmp_path: Path) -> None:
     assert "Rank 1 stopped without reporting an error" in run.notes[0]
 
 
+def test_a_run_with_a_rank_without_its_record_is_partial(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (rank_folder(tmp_path, 0, 1) / "rank.json").unlink()
+    run = open_run(tmp_path)
+    assert (run.status, len(run.ranks)) == (RunStatus.PARTIAL, 1)
+
+
+def test_steps_whose_rows_a_killed_rank_lost_are_counted_from_its_black_box(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=[0], compact=False)
+    rewrite_record(tmp_path, 0, status=RunStatus.RUNNING, pid=DEAD_PID, num_steps=0)
+    without = open_run(tmp_path).num_steps
+    box = encode_box(make_box([], (0,), pid=DEAD_PID, step=9))
+    (rank_folder(tmp_path, 0, 0) / "black_box.bin").write_bytes(box)
+    assert (without, open_run(tmp_path).num_steps) == (3, 9)
+
+
 def test_rank_of_another_host_reads_crashed_after_a_minute_of_silence(tmp_path: Path) -> None:
     write_run(tmp_path, compact=False)
     now_ns = time.time_ns()

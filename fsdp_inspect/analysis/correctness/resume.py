@@ -21,7 +21,7 @@ from fsdp_inspect.analysis.scalars import measure_loss
 from fsdp_inspect.formatting import listed, plural
 from fsdp_inspect.trace.codes import EventFlag, EventKind
 from fsdp_inspect.trace.correctness import TrainingSeen
-from fsdp_inspect.trace.run import RunSource
+from fsdp_inspect.trace.run import RunSource, completed_steps
 
 _RATES = 3
 """Learning rates after the first update, whose rate may come with the optimizer's state."""
@@ -48,7 +48,9 @@ def check_resume(observed: Observed) -> Iterator[TrainingFault]:
         return
     ranks = tuple(sorted(pairs))
     place = observed.place_of_update(ranks[0])
-    num_steps = max((record.num_steps for run in earlier for record in run.ranks), default=0)
+    num_steps = max(
+        (completed_steps(run, each) for run in earlier for each in run.ranks), default=0
+    )
     if all(then.updates[0].digests == now.updates[0].digests for then, now in pairs.values()):
         if any(_saves(each) for each in earlier):
             yield TrainingFault(

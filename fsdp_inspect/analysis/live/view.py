@@ -61,7 +61,7 @@ class LiveStep:
     """None in a plain step, whose collectives have no rows."""
     communication_ns: int | None
     is_memory_step: bool
-    """Whether it is a memory step, which the storage tracker slows."""
+    """Whether the recorder slows it: a memory step, a profiled one, one with a look at values."""
 
     @property
     def exposed_ratio(self) -> float | None:
@@ -79,8 +79,8 @@ class LiveStep:
             metric_column("communication_ns"),
             text_column(
                 "is_memory_step",
-                "True under the storage tracker, which makes the step slower.",
-                label="memory step",
+                "True if the recorder slows the step, as the storage tracker or a profiler does.",
+                label="slowed",
             ),
         ),
     )

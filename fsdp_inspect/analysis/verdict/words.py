@@ -1057,7 +1057,7 @@ def _phrase_between(facts: StepFacts) -> Words:
     is_exposed = facts.has_plan and facts.ratio(facts.avoidable_ns) >= COMMUNICATION_RATIO
     return (
         f"Checkpoints, evaluation or generation take {format_ratio(facts.between_ratio)} of the "
-        "time.",
+        "loop's time.",
         f"They take {format_ns(facts.between_ns)} per step on average{_on_rank(facts)}.",
         "Checkpoints, and passes without a gradient such as evaluation and generation, take "
         f"{format_ns(facts.between_ns)} per step on average, before steps of "

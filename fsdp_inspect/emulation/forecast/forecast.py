@@ -11,6 +11,7 @@ stores the allocation history, from which `analysis.memory.reserved` predicts re
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 import traceback
@@ -35,7 +36,12 @@ from fsdp_inspect.emulation.forecast.target import (
     build_target,
     default_settings,
 )
-from fsdp_inspect.emulation.forecast.tracked_step import TRACKED_STEP, TrackedStep, track_step
+from fsdp_inspect.emulation.forecast.tracked_step import (
+    TRACKED_STEP,
+    TrackedStep,
+    other_sharder,
+    track_step,
+)
 from fsdp_inspect.errors import ForecastError, FsdpInspectError, StoreError
 from fsdp_inspect.recording.environment import describe_environment, read_clock_pair
 from fsdp_inspect.recording.memory_steps import is_compiled
@@ -54,6 +60,7 @@ from fsdp_inspect.trace.allocations import to_record
 from fsdp_inspect.trace.live_memory import LiveMemoryRecord
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunStatus
 
+_DDP = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 DEFAULT_GPUS_PER_NODE = 8
 NOTES = (
@@ -162,6 +169,9 @@ def _follow(
     except (FsdpInspectError, KeyboardInterrupt):
         raise
     except BaseException as error:  # the builder may exit, or end a test
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(frame.filename == _DDP for frame in frames):  # it reads the values of other ranks
+            raise other_sharder("The builder uses DistributedDataParallel (DDP)") from error
         expected = (
             "Expected a step in which no shape depends on the values of a tensor. Remove such "
             "lines from the builder's step."
@@ -171,7 +181,7 @@ def _follow(
         )
         raise ForecastError(
             f"Building the model or running its step on fake tensors failed: {_say(error)} (at "
-            f"{describe_user_line(traceback.extract_tb(error.__traceback__))}). {expected}"
+            f"{describe_user_line(frames)}). {expected}"
         ) from error
 
 

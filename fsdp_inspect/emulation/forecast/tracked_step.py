@@ -52,6 +52,10 @@ _OFFLOADED = (
     "Offloaded tensors are on the host and not counted, from the moment of their computation: the "
     "reduced shard of a unit on its way to the host is missing."
 )
+_OFFLOADED_ON_CPU = (
+    "CPU offload moves nothing on a CPU: this is the memory without it. Its default, pin_memory, "
+    "ends such a training on a machine without an accelerator."
+)
 TRACKED_STEP = 1
 """The index of the tracked step, from 0."""
 
@@ -83,6 +87,14 @@ class TrackedStep:
     """None: the host is the device."""
 
 
+def other_sharder(found: str) -> RecordingError:
+    """The refusal of a model with another sharder; `found` names both."""
+    return RecordingError(
+        f"{found}. A forecast requires a model that is sharded with "
+        "torch.distributed.fsdp.fully_shard (FSDP2). Record a run instead."
+    )
+
+
 def track_step(  # noqa: PLR0915 - one pass over one step
     target: ForecastTarget, *, has_host: bool, report: Callable[[str], None]
 ) -> TrackedStep:
@@ -100,10 +112,7 @@ def track_step(  # noqa: PLR0915 - one pass over one step
     """
     sharder = find_sharder(target.model)
     if not isinstance(sharder, Fsdp2):
-        raise RecordingError(
-            f"{type(target.model).__name__} uses {sharder.title}. A forecast requires a model that "
-            "is sharded with torch.distributed.fsdp.fully_shard (FSDP2). Record a run instead."
-        )
+        raise other_sharder(f"{type(target.model).__name__} uses {sharder.title}")
     groups = ProcessGroups()
     sharder.register_groups(groups)
     session = Session(HostClock(), _forget, groups, Source.PREDICTED, active_emulation())
@@ -177,7 +186,10 @@ def track_step(  # noqa: PLR0915 - one pass over one step
             session.inputs,
             skips_reduction=session.skips_reduction,
         ),
-        notes=(*((_OFFLOADED,) if has_host and offloaded else ()), *counter.notes()),
+        notes=(
+            *((_OFFLOADED if has_host else _OFFLOADED_ON_CPU,) if offloaded else ()),
+            *counter.notes(),
+        ),
         rows=rows,
         moments=[moment for moments, _ in kept for moment in moments],
         history=build_history(logs[0]),

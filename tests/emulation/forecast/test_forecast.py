@@ -146,6 +146,15 @@ def test_a_model_without_units_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+def test_a_builder_with_ddp_is_refused_by_its_name(tmp_path: Path) -> None:
+    def build_ddp() -> ForecastTarget:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+        return ForecastTarget(model=model, step=lambda: None)
+
+    with pytest.raises(RecordingError, match=r"uses DistributedDataParallel \(DDP\)\. A forecast"):
+        forecast_memory(build_ddp, tmp_path / "x", world_size=2, device_type="cpu")
+
+
 def test_a_step_that_fails_is_said_in_its_own_words(tmp_path: Path) -> None:
     def build_broken() -> ForecastTarget:
         target = build_layers(8)

@@ -110,7 +110,9 @@ def test_on_a_cpu_offloading_moves_nothing(tmp_path: Path) -> None:
     offloaded = forecast(plain_models.offloaded, tmp_path / "offloaded", "cpu")
 
     assert offloaded.peak_allocated_bytes == kept.peak_allocated_bytes
-    assert open_run(tmp_path / "offloaded").manifest.host_memory is None
+    manifest = open_run(tmp_path / "offloaded").manifest
+    assert manifest.host_memory is None
+    assert any("pin_memory, ends such a training" in note for note in manifest.notes)
 
 
 @pytest.mark.slow

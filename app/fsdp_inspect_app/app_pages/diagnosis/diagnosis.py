@@ -45,6 +45,8 @@ def show_page(entry: RunEntry, run: Run, heading: RunHeading, found: Diagnosis) 
     text = describe_diagnosis(found, run=str(entry.path))
     show_headline(plain(headline_diagnosis(found)))
     show_text(plain(text.detail))
+    if text.earlier:
+        show_note(plain(text.earlier))
     _show_next(text.next, found, run.steps.finished)
     _show_plans(found)
     _show_grid(found)

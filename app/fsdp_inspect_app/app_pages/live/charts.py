@@ -22,7 +22,9 @@ def draw_live_steps(steps: Sequence[LiveStep]) -> Chart | None:
             ],
             MetricUnit.NS,
             format_value=format_ns,
-            boxes=shade([step.step for step in steps if step.is_memory_step], "memory step"),
+            boxes=shade(
+                [step.step for step in steps if step.is_memory_step], "slowed by the recorder"
+            ),
         )
     )
 

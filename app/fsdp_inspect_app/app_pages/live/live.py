@@ -253,7 +253,8 @@ def _offer_request(
         except OSError as error:
             st.error(plain(f"The request cannot be written: {error}."), icon=":material/error:")
             return
-        st.toast("Requested. The recorder chooses steps that begin in a few seconds.")
+        # A toast with the text of the last one is not shown again.
+        st.toast(f"{label}: requested. The recorder chooses steps that begin in a few seconds.")
 
 
 def _show_alerts() -> None:
