@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_inspect.recording.accumulation_watch import EVERY, Mark, extend, mark_of, state_of
 from fsdp_inspect.recording.tensors import local_part
 from fsdp_inspect.recording.torch_api.ddp import BucketHandle
-from fsdp_inspect.recording.torch_api.optimizers import tensors_of
+from fsdp_inspect.recording.torch_api.optimizers import updated_tensors
 from fsdp_inspect.trace.correctness import CoverageSeen, StreakSeen
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class CoverageWatch:
 
     def hold(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Note the parameters that an optimizer holds, and return them."""
-        own = tensors_of(optimizer)
+        own = updated_tensors(optimizer)
         self._held |= {id(each) for each in own}
         return own
 
@@ -147,7 +147,7 @@ class CoverageWatch:
         self._looked_at.add(id(optimizer))
         if len(self._looked_at) > _OPTIMIZERS:  # such as one for each parameter
             return
-        own = {id(each) for each in tensors_of(optimizer)}
+        own = {id(each) for each in updated_tensors(optimizer)}
         has_gradient = {}
         for index in self._graph_units:
             trained = self._trained(index)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
-from fsdp_inspect.recording.tensors import describe_tensors
+from fsdp_inspect.recording.tensors import describe_tensors, local_values
 from fsdp_inspect.recording.torch_api.dispatch import tree_leaves
 from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.trace.codes import (
@@ -221,9 +221,15 @@ class MemoryProbe:
 
         def measure() -> int:
             leaves = {id(each): each for each in tree_leaves(value) if torch.is_tensor(each)}
-            return sum(each.nbytes for each in leaves.values() if each.requires_grad)
+            found = [local_values(each) for each in leaves.values() if each.requires_grad]
+            is_known = all(each.layout is torch.strided for each in found)
+            return sum(each.nbytes for each in found) if is_known else 0
 
-        size = call_unseen(measure)
+        try:
+            size = call_unseen(measure)
+        except Exception as error:  # such as of a class of tensors
+            raise_if_of_signal(error)
+            size = 0
         if self._outputs.setdefault(str(unit), size) != size:
             self._outputs[str(unit)] = 0
 

@@ -16,7 +16,7 @@ import torch
 
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.tensors import local_values, strided_parts, tensors_in
-from fsdp_inspect.recording.torch_api.optimizers import tensors_of
+from fsdp_inspect.recording.torch_api.optimizers import updated_tensors
 from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.numerics import (
@@ -117,7 +117,7 @@ class StepObserver:
                 self._before.clear()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in tensors_of(optimizer):
+        for parameter in updated_tensors(optimizer):
             # An optimizer may step another one with the same tensors.
             if parameter.grad is not None and id(parameter) not in self._before:
                 unit = self._unit_of.get(id(parameter), NO_UNIT)
@@ -128,7 +128,7 @@ class StepObserver:
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         frozen, decayed = _with(optimizer, "lr", 0.0), _with(optimizer, "weight_decay", 0.0)
         is_random = bool(getattr(optimizer, "bf16_stochastic_round", False))
-        for parameter in tensors_of(optimizer):
+        for parameter in updated_tensors(optimizer):
             if id(parameter) not in self._before:
                 continue
             before = self._before.pop(id(parameter))

@@ -24,7 +24,7 @@ from fsdp_inspect.recording.accumulation_watch import rate_on_host
 from fsdp_inspect.recording.code_places import find_calling_line
 from fsdp_inspect.recording.late_values import LateValues
 from fsdp_inspect.recording.tensors import local_part
-from fsdp_inspect.recording.torch_api.optimizers import tensors_of
+from fsdp_inspect.recording.torch_api.optimizers import updated_tensors
 from fsdp_inspect.recording.value_watch import EVERY, Recording
 from fsdp_inspect.trace.codes import NO_UNIT
 from fsdp_inspect.trace.correctness import BufferSeen, ParameterSeen, UpdateSeen
@@ -156,7 +156,7 @@ class ParameterSamples:
             self._see_buffers(is_first=self._num_updates == 1)
         step, chosen = self._session.step, {id(each) for each in self._chosen}
         rate = _rate_of(optimizer, chosen)
-        own = {id(each) for each in tensors_of(optimizer)}
+        own = {id(each) for each in updated_tensors(optimizer)}
         updated = [id(each) in own for each in self._chosen]
         held: dict[str, list[torch.Tensor | None]] = {}
 

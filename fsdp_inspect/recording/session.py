@@ -348,6 +348,11 @@ class Session(Position):
         return self.phase
 
     @property
+    def has_trained(self) -> bool:
+        """Whether a forward of the step keeps a graph."""
+        return self._has_trained
+
+    @property
     def ends_with_optimizer(self) -> bool:
         """Whether an optimizer that has just stepped ends the step.
 

@@ -35,7 +35,7 @@ from fsdp_inspect.recording.patches import Patches, describe_internal
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.stale_watch import StaleWatch
 from fsdp_inspect.recording.torch_api.autograd import wrap_cross_entropy
-from fsdp_inspect.recording.torch_api.optimizers import tensors_of
+from fsdp_inspect.recording.torch_api.optimizers import updated_tensors
 from fsdp_inspect.recording.torch_api.overrides import call_unseen
 from fsdp_inspect.recording.value_watch import Recording, ValueWatch
 from fsdp_inspect.trace.correctness import LateSeen, LossSeen, OptimizerSeen, TrainingSeen
@@ -46,6 +46,8 @@ _OPTIMIZERS = 16
 _LOSSES = 64
 _ROUNDING = 0.02
 """The relative error of a loss, for example in bfloat16."""
+_LEAST_ELSEWHERE = 3
+"""Updates after the last step; a loop may end within a step."""
 _STALE_AFTER = 3
 """The update before which an optimizer without the model's parameters is reported."""
 
@@ -108,8 +110,9 @@ class TrainingChecks:
         """The value that the last backward began from; None: it is not on the CPU, or there are
         several."""
         self._num_noted = self._num_updates = self._num_backwards = 0
-        self._updates_before = 0
-        """The updates until the end of the last step."""
+        self._num_elsewhere = self._backwards_before = 0
+        """Updates with new gradients of the model since the end of the last step; the backwards
+        before the last update."""
         self._is_over = self._has_failed = False
         self._has_news = False
 
@@ -178,16 +181,15 @@ class TrainingChecks:
 
     def note_end_of_step(self) -> None:
         """Note that a step of the recording has ended."""
-        self._updates_before = self._num_updates
+        self._num_elsewhere = 0
 
     def look_again(self) -> None:
         """Look at what may have changed since the first steps."""
-        number = self._num_updates - self._updates_before
-        if number > 2 * len(self._optimizers):
+        if self._num_elsewhere >= _LEAST_ELSEWHERE and not self._session.has_trained:
             self._session.problem(
-                f"After the last recorded step, the parameters were updated {number} times without "
-                "a forward of the recorded model: another model or wrapper trains them. Attach the "
-                "recorder to the one that trains, after it was made."
+                f"After the last recorded step, the model had new gradients in "
+                f"{self._num_elsewhere} updates, without a forward that the recorder saw: another "
+                "wrapper of the model may train it. Attach the recorder to that one."
             )
         self._stale.look_at_frozen()
         if not self._has_failed:
@@ -200,7 +202,7 @@ class TrainingChecks:
         """Note whether the optimizers without the model's parameters changed anything."""
         for optimizer, before in self._others.items():
             if (seen := self._optimizers.get(optimizer)) is not None:
-                has_moved = [state_of(each) for each in tensors_of(optimizer)] != before
+                has_moved = [state_of(each) for each in updated_tensors(optimizer)] != before
                 self._optimizers[optimizer] = seen.model_copy(update={"has_moved": has_moved})
 
     # --- the optimizer
@@ -214,8 +216,7 @@ class TrainingChecks:
         """
         if steps_others:
             self._optimizers.pop(optimizer, None)
-            if (coverage := self._coverage) is not None:
-                coverage.hold(optimizer)
+            self._quietly(lambda: self._hold(optimizer), is_early=False)
             return
         if not self.is_over:
             self._quietly(lambda: self._see_optimizer(optimizer))
@@ -231,6 +232,10 @@ class TrainingChecks:
         if (samples := self._samples) is not None:
             self._quietly(lambda: samples.before_update(optimizer), is_early=False)
 
+    def _hold(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._coverage is not None:
+            self._coverage.hold(optimizer)
+
     def _cover(self, coverage: CoverageWatch, optimizer: torch.optim.Optimizer) -> None:
         coverage.before_update(optimizer, is_late=self.is_over)
         self._has_news = True
@@ -238,7 +243,9 @@ class TrainingChecks:
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe the parameters that an optimizer has updated."""
         seen = self._optimizers.get(optimizer)
-        self._num_updates += seen is not None and seen.num_of_model > 0
+        if seen is not None and seen.num_of_model:
+            self._num_updates += 1
+            self._quietly(self._count_elsewhere, is_early=False)
         if not self.is_over:
             if (coverage := self._coverage) is not None:
                 self._quietly(lambda: coverage.after_update(optimizer))
@@ -247,13 +254,22 @@ class TrainingChecks:
         if (samples := self._samples) is not None:
             self._quietly(lambda: samples.after_update(optimizer), is_early=False)
 
+    def _count_elsewhere(self) -> None:
+        is_new, self._backwards_before = (
+            self._num_backwards > self._backwards_before,
+            self._num_backwards,
+        )
+        self._num_elsewhere += is_new and any(
+            each.grad is not None for each in self._model.parameters()
+        )
+
     def _see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if len(self._optimizers) >= _OPTIMIZERS and optimizer not in self._optimizers:
             self._optimizers.clear()
             self._is_over = True
             return
         own = {id(each): each for each in self._model.parameters() if each.requires_grad}
-        tensors = tensors_of(optimizer)
+        tensors = updated_tensors(optimizer)
         shapes = Counter(tuple(each.shape) for each in tensors)
         before = self._optimizers.get(optimizer)
         with_gradient = sum(each.grad is not None for each in tensors)

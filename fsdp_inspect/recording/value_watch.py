@@ -42,6 +42,11 @@ class Recording(Protocol):
     is_memory_step: bool
     tracker: Any
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a forward of the step keeps a graph."""
+        ...
+
     def problem(self, sentence: str) -> None:
         """Store a limit of the recording in the run folder."""
         ...

@@ -717,7 +717,7 @@ class RankRecord(Record):
     """The source of memory samples: `cuda_allocator`, `storage_tracker` or `memory_snapshot`."""
     output_bytes: dict[str, Amount] = Field(default_factory=dict)
     """The size of the output of each unit, by its index, in a memory step: the tensors that have a
-    gradient. 0: unknown, its forwards differ."""
+    gradient. 0: unknown, as if its forwards differ."""
     failed_request: FailedRequest | None = None
     """The last failed allocation, if an imported snapshot contains one."""
     dropped: dict[str, Amount] = Field(default_factory=dict)

@@ -119,29 +119,6 @@ def stale_optimizers_of_a_container(folder: Path) -> None:
     train(folder, model, Container(model, held), batches())
 
 
-def train_masters(folder: Path, *, are_copied: bool) -> None:
-    """The optimizer updates copies of the parameters."""
-    model = shard(make_model())
-    parameters = list(model.parameters())
-    masters = [nn.Parameter(each.detach().clone()) for each in parameters]
-    optimizer = torch.optim.AdamW(masters, lr=1e-2)
-    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
-        for batch in batches():
-            loss_of(model, batch).backward()
-            for master, each in zip(masters, parameters, strict=True):
-                master.grad = each.grad
-            optimizer.step()
-            model.zero_grad()
-            with torch.no_grad():
-                for master, each in zip(masters, parameters, strict=True):
-                    each.copy_(master if are_copied else each)
-
-
-@loop
-def masters_never_copied(folder: Path) -> None:
-    train_masters(folder, are_copied=False)
-
-
 def train_second(folder: Path, second_loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Train a recorded model, and a second one that is not recorded, in three passes."""
     model, second = shard(make_model()), make_model()
@@ -1653,11 +1630,6 @@ def optimizers_of_parts(folder: Path) -> None:
             head.zero_grad()
 
     train_on(folder, model, step, body)
-
-
-@loop
-def masters_copied(folder: Path) -> None:
-    train_masters(folder, are_copied=True)
 
 
 @loop

@@ -61,8 +61,6 @@ MISTAKES = {
     "stale-optimizer": STALE,
     "stale-optimizer-of-fsdp1": STALE,
     "stale-optimizers-of-a-container": STALE,
-    "masters-never-copied": "No parameter of the model changes, although it has gradients.",
-    "second-model-detached": "One of the optimizers changes none of its tensors.",
     "same-batches": SAME,
     "same-batches-of-ddp": SAME,
     "token-means": WEIGHTS,
@@ -87,6 +85,7 @@ MISTAKES = {
 NOTES = {
     "evaluation-only": "The model trains in evaluation mode.",
     "cut-later": "1 unit gets no gradient any more.",
+    "second-model-detached": "One of the optimizers changes none of its tensors.",
     "new-head": "No optimizer holds 3 parameters that have gradients.",
     "larger-teacher-with-gradients": "No optimizer holds 4 parameters that have gradients.",
 }

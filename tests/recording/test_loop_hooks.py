@@ -199,6 +199,13 @@ def test_an_optimizer_that_steps_others_is_not_checked_itself(kind: Any, named: 
         assert updates[0] == [("before", optimizer), *of_parts]
 
 
+def test_an_optimizer_that_is_stepped_in_a_hook_after_another_one_hides_nothing() -> None:
+    first, second = torch.optim.SGD(parameters(), lr=0.1), torch.optim.SGD(parameters(), lr=0.1)
+    first.register_step_post_hook(lambda *_: second.step())
+    *_, last = checked(first, None)
+    assert [each for word, each in last if word == "after"] == [second, first]
+
+
 def test_an_optimizer_that_holds_another_one_is_checked_from_its_second_update_on() -> None:
     optimizer = Holder(parameters())
     _, *later = checked(optimizer, None)

@@ -400,22 +400,49 @@ def test_values_are_logged_by_keyword_or_as_a_mapping(one_rank: None, tmp_path: 
     assert any("without a name" in note for note in run.notes)
 
 
-@pytest.mark.parametrize("number", [2, 6])
+@pytest.mark.parametrize(
+    ("number", "has_gradients", "is_noted"), [(3, True, True), (2, True, False), (6, False, False)]
+)
 def test_updates_without_a_forward_of_the_model_are_noted(
-    fake_ranks: None, tmp_path: Path, number: int
+    fake_ranks: None, tmp_path: Path, number: int, has_gradients: bool, is_noted: bool
 ) -> None:
     """As after Accelerate has wrapped the model again: the recorder is on the first wrapper."""
     model = sharded_model()
     recorder = quiet(model, tmp_path / "run")
     train(model, recorder)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)
     for _ in range(number):
-        for each in model.parameters():
-            each.grad = torch.zeros_like(each)
+        loss = other.square().sum()
+        if has_gradients:
+            loss = loss + sum(each.to_local().square().sum() for each in model.parameters())
+        loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     recorder.close()
-    found = any(f"updated {number} times" in note for note in open_run(tmp_path / "run").notes)
-    assert found is (number > 2)
+    found = any(
+        f"gradients in {number} updates" in note for note in open_run(tmp_path / "run").notes
+    )
+    assert found is is_noted
+
+
+class WithSparse(nn.Linear):
+    """Returns a sparse tensor, too."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.bias.sum() * torch.eye(4).to_sparse()
+
+
+def test_the_size_of_a_sparse_output_is_unknown(fake_ranks: None, tmp_path: Path) -> None:
+    model = fully_shard(WithSparse(8, 8))
+    with quiet(model, tmp_path / "run", memory_steps=[1]) as recorder:
+        for _ in range(3):
+            with recorder.step():
+                dense, sparse = model(torch.ones(2, 8))
+                (dense.sum() + sparse.to_dense().sum()).backward()
+    run = open_run(tmp_path / "run")
+    assert run.status is RunStatus.COMPLETE
+    assert run.ranks[0].output_bytes == {"0": 0}
 
 
 def test_disabled_it_does_nothing(tmp_path: Path) -> None:

@@ -5,10 +5,8 @@
 - Proof: no tensor is a parameter of the model or ever has a gradient, and the model's parameters
   have some. Ranks that train the same part of the model ran equally many backwards, and one made
   at least two updates fewer. Without any update, the sampled values stay.
-  Beside an optimizer of the model, another one had no gradient in five updates, and its tensors
-  are the same at the end.
-  Or the optimizer holds other tensors, and the sampled values of the model, which has gradients,
-  stay until the end.
+- Noted: beside an optimizer of the model, another one had no gradient in five updates, and its
+  tensors are the same at the end. Its model may join later.
 - Refuted by: one such tensor; values that change all the same, as by an optimizer of copies; equal
   values at the end on ranks with fewer updates, as after a broadcast. The optimizer of another
   model has gradients.
@@ -18,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
 from fsdp_inspect.analysis.correctness.samples import (
-    LEAST_UPDATES,
     list_holders,
     values_change,
 )
@@ -35,21 +32,16 @@ def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
         observed.not_checked[TrainingCheck.OPTIMIZER] = (
             "No update of a torch optimizer was observed, or more than 16 optimizers step."
         )
-    foreign = {
-        rank: each
-        for rank, each in observed.seen.items()
-        if each.num_with_gradient and each.optimizers and not values_change(each)
-        if not any(one.num_of_model for one in each.optimizers)
-    }
     stale = {
         rank: each
-        for rank, each in foreign.items()
-        if not any(one.num_with_gradient for one in each.optimizers)
+        for rank, each in observed.seen.items()
+        if each.num_with_gradient
+        and each.optimizers
+        and not values_change(each)
+        and not any(one.num_of_model or one.num_with_gradient for one in each.optimizers)
     }
     if stale:
         yield _stale(stale)
-    elif foreign and all(map(_is_seen_until_end, foreign.values())):
-        yield _never_copied(foreign)
     else:
         yield from _changes_nothing(observed)
 
@@ -58,6 +50,7 @@ _COPIES = (
     " They have the shapes of the model's whole parameters: those of a copy, or of this model "
     "before it was sharded."
 )
+_ALIKE = " They have shapes of the recorded model's parameters, so they may be those of a copy."
 
 
 def _are_copies(optimizers: Iterable[OptimizerSeen]) -> bool:
@@ -82,26 +75,8 @@ def _stale(stale: Mapping[int, TrainingSeen]) -> TrainingFault:
     )
 
 
-def _is_seen_until_end(seen: TrainingSeen) -> bool:
-    is_ended = seen.late is not None and bool(seen.late.digests)
-    return is_ended and len(seen.updates) >= LEAST_UPDATES
-
-
-def _never_copied(foreign: Mapping[int, TrainingSeen]) -> TrainingFault:
-    first = foreign[min(foreign)]
-    return TrainingFault(
-        TrainingCheck.OPTIMIZER,
-        tuple(sorted(foreign)),
-        "No parameter of the model changes, although it has gradients.",
-        "No tensor of the optimizer is a parameter of the model, and the sampled values of the "
-        f"model were the same in {plural(len(first.updates), 'look')} and at the end.",
-        "Copy the values from the optimizer's tensors to the model after each update, or create "
-        "the optimizer from the model's parameters. If only another model trains, ignore this.",
-        first.optimizers[0].place,
-    )
-
-
 _LEAST_IDLE = 5
+_CUT = "Look for detach() or no_grad() between the model that it updates and the loss"
 
 
 def _changes_nothing(observed: Observed) -> Iterator[TrainingFault]:
@@ -128,12 +103,11 @@ def _changes_nothing(observed: Observed) -> Iterator[TrainingFault]:
         "One of the optimizers changes none of its tensors.",
         f"Its {plural(first.num_tensors, 'tensor')} belong to no recorded model. None had a "
         f"gradient in its first {plural(number, 'update')}, and none changed until the end."
-        f"{_COPIES if is_old else ''}",
-        "Create it from the parameters of the model that trains."
-        if is_old
-        else "Look for detach() or no_grad() between the model that it updates and the loss. If "
-        "that model joins later, ignore this.",
+        f"{_ALIKE if is_old else ''}",
+        f"{'Create it from the parameters of the model that trains' if is_old else _CUT}. If its "
+        "model joins later, ignore this.",
         first.place,
+        is_note=True,
     )
 
 

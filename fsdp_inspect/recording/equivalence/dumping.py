@@ -50,7 +50,7 @@ from fsdp_inspect.recording.tensors import local_part, local_values, tensors_in
 from fsdp_inspect.recording.torch_api import ddp, deepspeed_zero, fsdp1, fsdp2
 from fsdp_inspect.recording.torch_api.autograd import current_graph_task_id
 from fsdp_inspect.recording.torch_api.modules import original_class, shard_offset
-from fsdp_inspect.recording.torch_api.optimizers import tensors_of
+from fsdp_inspect.recording.torch_api.optimizers import updated_tensors
 from fsdp_inspect.recording.units import dtype_name
 from fsdp_inspect.trace.step_dump import (
     FINGERPRINT_LENGTH,
@@ -384,7 +384,7 @@ class _Dumper:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """End at the update of the step. A closure (as of Lightning) runs the last backward."""
-        updated = tensors_of(optimizer)
+        updated = updated_tensors(optimizer)
         if not self._owns_any(updated):
             self._others += 1
             self._place = self._place or find_calling_line(sys._getframe(1))
@@ -410,7 +410,7 @@ class _Dumper:
         return (args[0],), {**kwargs, "closure": run_closure}
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._owns_any(tensors_of(optimizer)):
+        if self._owns_any(updated_tensors(optimizer)):
             self._count_update()
 
     def _watch_update(self, optimizer: Any) -> None:

@@ -8,14 +8,14 @@ other. The stack of calls shows which steps enclose a step; after an exception i
 from __future__ import annotations
 
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 
-def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def updated_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors that an optimizer updates."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 
@@ -33,18 +33,18 @@ def _code_around_step() -> CodeType | None:
 _AROUND_STEP = _code_around_step()
 
 
-def _steps_around() -> list[Any]:
-    """The optimizers whose `step` encloses the step that calls the current hook, innermost first.
+def _frames_around() -> list[FrameType]:
+    """The frames of `_AROUND_STEP` around that of the current step, innermost first.
 
     It walks the stack: about 0.1 us for each frame.
     """
     found = []
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _AROUND_STEP:
             found.append(frame)
-        frame = frame.f_back  # type: ignore[assignment]
-    return [args[0] for each in found[1:] if (args := each.f_locals.get("args"))]
+        frame = frame.f_back
+    return found[1:]
 
 
 def _holds_optimizers(optimizer: Any) -> bool:
@@ -66,10 +66,14 @@ class Nesting:
 
         Call it from a hook of its step.
         """
-        around = _steps_around()
-        for each in around:
-            if each is not optimizer:
-                self._steps_others[each] = True
+        around = []
+        for frame in _frames_around():
+            seen = frame.f_locals
+            for each in seen.get("args", ())[:1]:
+                around.append(each)
+                # With a result, the step is over and its hooks run: one of them steps the other.
+                if each is not optimizer and "out" not in seen:
+                    self._steps_others[each] = True
         return around
 
     def steps_others(self, optimizer: Any) -> bool:
