@@ -1037,16 +1037,23 @@ def _is_clean_exit(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
+_ADDRESS = re.compile(r"(?<=[\w>]) at 0x[0-9a-f]+(?=>)")
+"""In the text of a function or an object, as in `<function zeros_ at 0x7fe2beb86520>`."""
+
+
 def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep JSON values; convert all other values to text without addresses."""
+    """Keep JSON values; convert all other values to text.
+
+    Without the addresses of objects, the configuration of a run that is resumed is the same.
+    """
 
     def plain(value: Any) -> Any:
-        if value is None or isinstance(value, (bool, int, float, str)):
+        if value is None or isinstance(value, (bool, int, float)):
             return value
         if isinstance(value, Mapping):
             return {str(key): plain(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(item) for item in value]
-        return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+        return _ADDRESS.sub("", str(value))
 
     return {str(key): plain(value) for key, value in config.items()}

@@ -675,6 +675,23 @@ def test_a_resumed_run_has_another_attempt(fake_ranks: None, tmp_path: Path) -> 
     assert open_run(tmp_path / "run", attempt=0).ranks[0].num_steps == 3
 
 
+def test_addresses_in_the_configuration_do_not_separate_a_resumed_run(
+    fake_ranks: None, tmp_path: Path
+) -> None:
+    """As in torchtitan's: `<function zeros_ at 0x...>`, as an object or as text."""
+    made = [lambda: None for _ in range(2)]
+    for each in made:
+        model, config = sharded_model(), {"init": each, "text": str(each), "name": "at 0x12"}
+        with quiet(model, tmp_path / "run", resume=True, config=config) as recorder:
+            train(model, recorder)
+    run = open_run(tmp_path / "run")
+    assert list(run.attempts) == [0, 1]
+    config = run.manifest.config
+    assert config["name"] == "at 0x12"
+    assert config["init"] == config["text"]
+    assert "at 0x" not in config["text"]
+
+
 def test_another_model_is_recorded_beside_the_run_that_is_there(
     fake_ranks: None, tmp_path: Path
 ) -> None:
