@@ -141,7 +141,7 @@ def diagnose(  # noqa: PLR0913 - one argument an option
             print("fsdp_inspect: ", end="")
         has_notes = found.is_imported or found.status is Status.HEALTHY
         notes = opened.notes if has_notes else ()  # those of a problem are its evidence
-        before = None if attempt == opened.source.attempts[-1] else attempt
+        before = attempt if attempt in opened.source.attempts[:-1] else None
         print_renderable(render_diagnosis(found, brief=brief, run=run, notes=notes, attempt=before))
         if at_end is not None:
             with contextlib.suppress(OSError):
