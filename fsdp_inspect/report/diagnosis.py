@@ -181,9 +181,14 @@ def render_states(found: Diagnosis) -> Table:
     return table
 
 
-def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:
-    """The diagnosis as JSON values: the answer, then the words, then the state of each rank."""
-    text = describe_diagnosis(found)
+def diagnosis_to_dict(found: Diagnosis, *, attempt: int | None = None) -> dict[str, Any]:
+    """The diagnosis as JSON values: the answer, then the words, then the state of each rank.
+
+    Args:
+        found: The diagnosis.
+        attempt: As for `describe_diagnosis`.
+    """
+    text = describe_diagnosis(found, attempt=attempt)
     return {
         "status": found.status.value,
         "class": None if found.problem is None else found.problem.value,
