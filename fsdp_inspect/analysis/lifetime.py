@@ -17,7 +17,7 @@ time is no goodput.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -33,7 +33,7 @@ from fsdp_inspect.analysis.plain_steps import find_other_plain_steps
 from fsdp_inspect.analysis.step_selection import find_record, sum_per_step
 from fsdp_inspect.columns import TableSpec, metric_column, text_column, value_column
 from fsdp_inspect.errors import MissingDataError, StoreError
-from fsdp_inspect.formatting import format_ns, format_numbers, plural
+from fsdp_inspect.formatting import find_missing_numbers, format_attempts, format_ns, plural
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import (
@@ -238,13 +238,19 @@ def _measure_lifetime(run: RunSource, rank: int | None) -> Lifetime:
         has_other_start = _begins_unlike(sources[0], source, each.rank)
         attempts.append(replace(each, has_other_start=has_other_start))
     notes += [note for each in attempts for note in each.notes]
-    missing = sorted({*range(attempts[-1].number)}.difference(each.number for each in attempts))
-    if missing:
-        notes.append(
-            f"The data of attempt {format_numbers(missing)} are missing: its steps are not "
-            "counted, and its time is a restart."
-        )
+    notes += _note_missing([each.number for each in attempts])
     return _Life(attempts).measure(run.manifest.run_id, chosen, notes)
+
+
+def _note_missing(numbers: Sequence[int]) -> Iterator[str]:
+    """Name the missing attempts before the first of these, then those between them."""
+    wall = f"the wall time begins with attempt {numbers[0]}"
+    for known, where in (((-1, numbers[0]), wall), (numbers, "{} time is a restart")):
+        if missing := find_missing_numbers(known):
+            names = format_attempts(missing)
+            its = "their" if names.startswith("attempts") else "its"
+            rest = where.format(its)
+            yield f"The data of {names} are missing: {its} steps are not counted, and {rest}."
 
 
 def _follow(run: RunSource, rank: int) -> "_Attempt":

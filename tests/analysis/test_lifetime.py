@@ -320,6 +320,21 @@ def test_a_missing_attempt_is_named_and_counted():
     )
 
 
+def test_the_wall_time_begins_after_attempts_that_are_missing_before_the_first_one():
+    notes = measure_lifetime(attempt(2)).notes
+    assert notes == (
+        "The data of attempts 0-1 are missing: their steps are not counted, and the wall time "
+        "begins with attempt 2.",
+    )
+    assert "restart" not in durations(attempt(2))
+    both = measure_lifetime(attempt(4, starts_at=1000, earlier_attempts=[attempt(1)])).notes[:2]
+    assert [note.partition(" are")[0] for note in both] == [
+        "The data of attempt 0",
+        "The data of attempts 2-3",
+    ]
+    assert both[1].endswith("their steps are not counted, and their time is a restart.")
+
+
 def test_an_attempt_without_the_lowest_rank_is_that_of_another_one():
     first = attempt(status=RunStatus.FAILED, saves=80)
     (record,) = first.ranks
