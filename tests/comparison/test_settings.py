@@ -35,7 +35,9 @@ def test_settings_that_differ_are_listed_with_every_value():
 
 def test_only_equal_plans_of_one_model_have_the_same_description():
     first = manifest()
-    assert describe_plan(first) == describe_plan(manifest(config={"lr": 1}))
+    usual = {"backwards": "1 a step", "gradient_sync": "every microbatch"}
+    for same in (manifest(config={"lr": 1}), manifest(observed=usual)):
+        assert describe_plan(first) == describe_plan(same)
     full = manifest(plan={"checkpointing": {"full": ["layers.0"], "selective": []}})
     others = [
         full,
@@ -46,6 +48,8 @@ def test_only_equal_plans_of_one_model_have_the_same_description():
         manifest(unit={"layers.0": {"num_parameters": 77}}),
         manifest(unit={"layers.0": {"reshard_after_forward": False}}),
         manifest(unit={"layers.1": {"reshard_after_forward": False}}),
+        manifest(model=ModelInfo(class_name="Other")),
+        manifest(mesh={"replicate": 2, "shard": 2}),
     ]
     assert len({describe_plan(each) for each in (first, *others)}) == 1 + len(others)
     assert ", full checkpointing, plan " in describe_plan(full)
