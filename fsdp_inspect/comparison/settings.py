@@ -23,13 +23,11 @@ NAMES_AND_PLACES = frozenset({"name", "runs_dir", "tag", "tags", "upload", "log_
 _REPEATS_MAY_DIFFER = frozenset({"seed", "inputs"})
 """Settings that may differ between repeats of one side; batches may have different lengths."""
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "checkpointing")
-_OBSERVED = (
-    *("dropout", "attention", "optimizer", "loss_dtype", "inputs", "backwards", "gradient_sync"),
-)
-"""Settings in `RunManifest.observed`, which older runs lack."""
-_ALWAYS_OBSERVED = ("dropout", "gradient_sync", "inputs", "backwards")
+_ALWAYS_OBSERVED = ("dropout", "gradient_sync", "gradient_hooks", "inputs", "backwards")
 """Observed settings that are unknown where they are missing: in a run of an older version, or
 without a memory step."""
+_OBSERVED = (*_ALWAYS_OBSERVED, "attention", "optimizer", "loss_dtype")
+"""Settings in `RunManifest.observed`, which older runs lack."""
 _USUAL = {"backwards": "1 a step", "gradient_sync": "every microbatch"}
 """Observations that an id of a plan assumes where they are unknown."""
 SCRIPT = "script"
@@ -240,7 +238,7 @@ def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
     yield ("model", "class"), _if_known(manifest.model.class_name)
     yield ("model", "num_parameters"), manifest.model.num_parameters or None
     for name, observed in manifest.observed.items():
-        yield ("model", name), observed
+        yield ("model", name), observed or "none"
     for name, value in _flatten("", manifest.config):
         if name not in NAMES_AND_PLACES:
             yield ("config", name), value

@@ -56,6 +56,14 @@ def test_only_equal_plans_of_one_model_have_the_same_description():
     assert ", 2 backwards a step, plan " in describe_plan(others[2])
 
 
+def test_gradient_hooks_differ_only_where_both_runs_record_them():
+    old = manifest(observed={"dropout": "none"})
+    none, some = (manifest(observed={"gradient_hooks": text}) for text in ("", "5 parameters"))
+    name = "gradient_hooks"
+    assert name not in [one.name for one in compare_settings([old, some])]
+    assert ("model", name, "", ("none", "5 parameters")) in differences(none, some)
+
+
 def test_the_machine_comes_before_the_configuration_and_the_code_last():
     first = manifest(config={"a": 1}, versions={"torch": "2.13"}, git_commit="abc")
     second = manifest(world_size=4, config={"a": 2}, versions={"torch": "2.14"}, git_commit="def")
