@@ -176,9 +176,10 @@ class Lifetime(TableResult):
         """The steps over all attempts: `46 completed steps in 3 attempts, 6 lost at a restart`."""
         least = "" if self.is_whole else "at least "
         steps = f"{least}{plural(self.num_steps, 'completed step')}"
-        lost = f", {self.num_lost_steps} lost at a restart" if self.num_lost_steps else ""
-        recorded = " as far as recorded" if lost and least else ""
-        return f"{steps} in {plural(self.num_attempts, 'attempt')}{lost}{recorded}"
+        known = "known to be " if least else ""
+        where = "a restart" if self.num_attempts == 2 else "restarts"
+        lost = f", {self.num_lost_steps} {known}lost at {where}" if self.num_lost_steps else ""
+        return f"{steps} in {plural(self.num_attempts, 'attempt')}{lost}"
 
     @property
     def restarts(self) -> str | None:
@@ -264,7 +265,7 @@ def _follow(run: RunSource, rank: int) -> "_Attempt":
     except StoreError as error:
         others = [each.rank for each in run.ranks if each.rank != rank]
         is_here = len(others) < len(run.ranks)
-        reason = str(error) if is_here else f"It has no data of rank {rank}."
+        reason = str(error) if is_here else f"The attempt has no data of rank {rank}."
         for other in others:
             with suppress(StoreError):
                 return _read_attempt(run, other, instead_of=reason)
@@ -379,7 +380,7 @@ def _read_attempt(run: RunSource, rank: int, *, instead_of: str = "") -> _Attemp
             f"has rows of {len(steps)}"
             + (": a killed process loses its last ones." if record.clock_end is None else ".")
         )
-        notes.append(f"{lacking} A checkpoint in the others is unknown, too.")
+        notes.append(f"{lacking} A checkpoint saved in the missing steps is unknown.")
     if life.started_ns is None:
         notes.append(
             f"The start of the process of attempt {record.attempt} is unknown: its time begins "

@@ -180,7 +180,7 @@ def find_comparison_caveats(
                 if value == UNKNOWN:
                     unknown.setdefault(label, []).append(name)
     for label, names in unknown.items():
-        yield f"Unknown of {label}: {', '.join(names)}. They may be those of the other runs."
+        yield f"Unknown of {label}: {', '.join(names)}. The other runs may have the same."
 
 
 def device_of(manifest: RunManifest) -> str:

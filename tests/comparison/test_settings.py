@@ -140,7 +140,7 @@ def test_what_a_run_does_not_know_is_not_called_different():
     first = manifest(versions={"torch": "2.5"})
     second = manifest(**unknown, model=ModelInfo())
     assert list(find_comparison_caveats([first, second], ["A", "B"])) == [
-        "Unknown of B: device, torch, backend, sharder, model. They may be those of the other runs."
+        "Unknown of B: device, torch, backend, sharder, model. The other runs may have the same."
     ]
 
 
