@@ -11,6 +11,7 @@ import shlex
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MISSING = "–"
 ELLIPSIS = "..."
@@ -121,10 +122,25 @@ def find_spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return spans
 
 
+def find_missing_numbers(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """The first and last of each group of whole numbers missing between these, ascending."""
+    pairs = pairwise(sorted(numbers))
+    return tuple((low + 1, high - 1) for low, high in pairs if high - low > 1)
+
+
 def format_numbers(numbers: Iterable[int]) -> str:
     """Format whole numbers, neighbouring ones as a range: `0-3, 7`; `none` for no number."""
-    spans = find_spans(numbers)
-    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans) or "none"
+    return _format_spans(find_spans(numbers)) or "none"
+
+
+def _format_spans(spans: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def format_attempts(spans: Iterable[tuple[int, int]]) -> str:
+    """Format the first and last attempts of groups: `attempt 2`, `attempts 0-2, 7`."""
+    text = _format_spans(spans)
+    return f"{'attempt' if text.isdecimal() else 'attempts'} {text}"
 
 
 def format_ranks(numbers: Sequence[int]) -> str:

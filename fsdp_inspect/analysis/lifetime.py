@@ -17,7 +17,7 @@ time is no goodput.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -33,7 +33,7 @@ from fsdp_inspect.analysis.plain_steps import find_other_plain_steps
 from fsdp_inspect.analysis.step_selection import find_record, sum_per_step
 from fsdp_inspect.columns import TableSpec, metric_column, text_column, value_column
 from fsdp_inspect.errors import MissingDataError, StoreError
-from fsdp_inspect.formatting import format_ns, format_numbers, plural
+from fsdp_inspect.formatting import find_missing_numbers, format_attempts, format_ns, plural
 from fsdp_inspect.metrics import MetricUnit
 from fsdp_inspect.results import TableResult
 from fsdp_inspect.trace.codes import (
@@ -176,9 +176,10 @@ class Lifetime(TableResult):
         """The steps over all attempts: `46 completed steps in 3 attempts, 6 lost at a restart`."""
         least = "" if self.is_whole else "at least "
         steps = f"{least}{plural(self.num_steps, 'completed step')}"
-        lost = f", {self.num_lost_steps} lost at a restart" if self.num_lost_steps else ""
-        recorded = " as far as recorded" if lost and least else ""
-        return f"{steps} in {plural(self.num_attempts, 'attempt')}{lost}{recorded}"
+        known = "known to be " if least else ""
+        where = "a restart" if self.num_attempts == 2 else "restarts"
+        lost = f", {self.num_lost_steps} {known}lost at {where}" if self.num_lost_steps else ""
+        return f"{steps} in {plural(self.num_attempts, 'attempt')}{lost}"
 
     @property
     def restarts(self) -> str | None:
@@ -238,13 +239,19 @@ def _measure_lifetime(run: RunSource, rank: int | None) -> Lifetime:
         has_other_start = _begins_unlike(sources[0], source, each.rank)
         attempts.append(replace(each, has_other_start=has_other_start))
     notes += [note for each in attempts for note in each.notes]
-    missing = sorted({*range(attempts[-1].number)}.difference(each.number for each in attempts))
-    if missing:
-        notes.append(
-            f"The data of attempt {format_numbers(missing)} are missing: its steps are not "
-            "counted, and its time is a restart."
-        )
+    notes += _note_missing([each.number for each in attempts])
     return _Life(attempts).measure(run.manifest.run_id, chosen, notes)
+
+
+def _note_missing(numbers: Sequence[int]) -> Iterator[str]:
+    """Name the missing attempts before the first of these, then those between them."""
+    wall = f"the wall time begins with attempt {numbers[0]}"
+    for known, where in (((-1, numbers[0]), wall), (numbers, "{} time is a restart")):
+        if missing := find_missing_numbers(known):
+            names = format_attempts(missing)
+            its = "their" if names.startswith("attempts") else "its"
+            rest = where.format(its)
+            yield f"The data of {names} are missing: {its} steps are not counted, and {rest}."
 
 
 def _follow(run: RunSource, rank: int) -> "_Attempt":
@@ -258,7 +265,7 @@ def _follow(run: RunSource, rank: int) -> "_Attempt":
     except StoreError as error:
         others = [each.rank for each in run.ranks if each.rank != rank]
         is_here = len(others) < len(run.ranks)
-        reason = str(error) if is_here else f"It has no data of rank {rank}."
+        reason = str(error) if is_here else f"The attempt has no data of rank {rank}."
         for other in others:
             with suppress(StoreError):
                 return _read_attempt(run, other, instead_of=reason)
@@ -373,7 +380,7 @@ def _read_attempt(run: RunSource, rank: int, *, instead_of: str = "") -> _Attemp
             f"has rows of {len(steps)}"
             + (": a killed process loses its last ones." if record.clock_end is None else ".")
         )
-        notes.append(f"{lacking} A checkpoint in the others is unknown, too.")
+        notes.append(f"{lacking} A checkpoint saved in the missing steps is unknown.")
     if life.started_ns is None:
         notes.append(
             f"The start of the process of attempt {record.attempt} is unknown: its time begins "

@@ -109,7 +109,9 @@ RUNS = CatalogTable(
             metric_column("num_parameters"),
             number_column("num_units", "The number of units."),
             text_column(
-                "plan", "The plan in a few words, with an id: only equal plans of a model share it."
+                "plan",
+                "The plan in a few words, with an id: only equal plans of a model share it, as far "
+                "as the runs recorded their plans.",
             ),
             text_column("backend", "The backend of torch.distributed."),
             text_column("sharder", "The code that made the units."),

@@ -129,10 +129,12 @@ def diagnose(  # noqa: PLR0913 - one argument an option
         found = opened.diagnose(with_plans=False)
         if not brief or write is not None:
             found = _with_plans(opened, found, write, tasks)
+    before = attempt if attempt in opened.source.attempts[:-1] else None
     decided = decide(found, opened.source) if as_json or decision else None
     if as_json and decided is not None:
         head = {"run_id": opened.id, "source": opened.manifest.source, "notes": list(opened.notes)}
-        answer = {**head, "decision": decided.to_dict(), **diagnosis_to_dict(found)}
+        words = diagnosis_to_dict(found, attempt=before)
+        answer = {**head, "decision": decided.to_dict(), **words}
         print(json.dumps(answer, indent=2, allow_nan=False))
     elif decided is not None:
         print(decided.sentence)
@@ -141,7 +143,6 @@ def diagnose(  # noqa: PLR0913 - one argument an option
             print("fsdp_inspect: ", end="")
         has_notes = found.is_imported or found.status is Status.HEALTHY
         notes = opened.notes if has_notes else ()  # those of a problem are its evidence
-        before = None if attempt == opened.source.attempts[-1] else attempt
         print_renderable(render_diagnosis(found, brief=brief, run=run, notes=notes, attempt=before))
         if at_end is not None:
             with contextlib.suppress(OSError):

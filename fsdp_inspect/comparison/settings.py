@@ -23,13 +23,13 @@ NAMES_AND_PLACES = frozenset({"name", "runs_dir", "tag", "tags", "upload", "log_
 _REPEATS_MAY_DIFFER = frozenset({"seed", "inputs"})
 """Settings that may differ between repeats of one side; batches may have different lengths."""
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "checkpointing")
-_OBSERVED = (
-    *("dropout", "attention", "optimizer", "loss_dtype", "inputs", "backwards", "gradient_sync"),
-)
-"""Settings in `RunManifest.observed`, which older runs lack."""
-_ALWAYS_OBSERVED = ("dropout", "gradient_sync", "inputs", "backwards")
+_ALWAYS_OBSERVED = ("dropout", "gradient_sync", "gradient_hooks", "inputs", "backwards")
 """Observed settings that are unknown where they are missing: in a run of an older version, or
 without a memory step."""
+_OBSERVED = (*_ALWAYS_OBSERVED, "attention", "optimizer", "loss_dtype")
+"""Settings in `RunManifest.observed`, which older runs lack."""
+_USUAL = {"backwards": "1 a step", "gradient_sync": "every microbatch"}
+"""Observations that an id of a plan assumes where they are unknown."""
 SCRIPT = "script"
 """The name of the setting that is the program of a run."""
 _MOST_NAMED = 3
@@ -85,17 +85,22 @@ def settings_as_text(manifest: RunManifest) -> dict[str, str]:
 
 
 def describe_plan(manifest: RunManifest) -> str:
-    """The plan of a run in a few words, with an id that only equal plans of one model share."""
+    """The plan of a run in a few words, with an id: as far as known, only equal plans share it.
+
+    The id covers the class and the sizes of the model. Unknown observations count as `_USUAL`.
+    """
     checkpointing = manifest.plan.get("checkpointing") or {}
-    ran = [manifest.observed.get(name, "") for name in ("backwards", "gradient_sync")]
+    ran = [manifest.observed.get(name, usual) for name, usual in _USUAL.items()]
     whole = {name: manifest.plan.get(name) for name in _PLAN_OF_THE_WHOLE}
     sizes = [unit.num_parameters for unit in manifest.units]
-    known = json.dumps([whole, ran, _unit_settings(manifest), sizes], sort_keys=True, default=str)
+    model = (manifest.model.class_name, sizes)
+    known = [whole, ran, manifest.mesh, _unit_settings(manifest), model]
+    hashed = zlib.crc32(json.dumps(known, sort_keys=True, default=str).encode())
     facts = [
         describe_sharding(manifest),
         *(f"{kind} checkpointing" for kind, names in checkpointing.items() if names),
-        "" if ran[0] in ("", "1 a step") else ran[0].replace(" a step", " backwards a step"),
-        f"plan {zlib.crc32(known.encode()):08x}",
+        "" if ran[0] == _USUAL["backwards"] else ran[0].replace(" a step", " backwards a step"),
+        f"plan {hashed:08x}",
     ]
     return ", ".join(filter(None, facts))
 
@@ -175,7 +180,7 @@ def find_comparison_caveats(
                 if value == UNKNOWN:
                     unknown.setdefault(label, []).append(name)
     for label, names in unknown.items():
-        yield f"Unknown of {label}: {', '.join(names)}. They may be those of the other runs."
+        yield f"Unknown of {label}: {', '.join(names)}. The other runs may have the same."
 
 
 def device_of(manifest: RunManifest) -> str:
@@ -233,7 +238,7 @@ def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
     yield ("model", "class"), _if_known(manifest.model.class_name)
     yield ("model", "num_parameters"), manifest.model.num_parameters or None
     for name, observed in manifest.observed.items():
-        yield ("model", name), observed
+        yield ("model", name), observed or "none"
     for name, value in _flatten("", manifest.config):
         if name not in NAMES_AND_PLACES:
             yield ("config", name), value

@@ -39,7 +39,7 @@ from fsdp_inspect.diagnosis.waits import (
     seconds_since_last_collective,
 )
 from fsdp_inspect.errors import StoreError
-from fsdp_inspect.formatting import format_unit
+from fsdp_inspect.formatting import find_missing_numbers, format_unit
 from fsdp_inspect.parallel.tasks import Tasks
 from fsdp_inspect.store.reduction.collective_order import (
     Difference,
@@ -237,6 +237,8 @@ class Diagnosis:
     """What happened, in order: the ranks differed, hung, ran out of memory, ended, and so on."""
     earlier_attempts: tuple[tuple[int, str], ...] = ()
     """The number and the status of each attempt before this one, newest first."""
+    missing_attempts: tuple[tuple[int, int], ...] = ()
+    """The first and last of each group of attempts before this one without data, ascending."""
 
     def __repr__(self) -> str:
         problem = "" if self.problem is None else f", {self.problem.value}"
@@ -1245,6 +1247,12 @@ class _Case:
     ) -> Diagnosis:
         """Make a diagnosis with the known fields; the other fields are empty."""
         names = tuple(each.fqn for each in self._run.manifest.units)
+        earlier = tuple(
+            (each.ranks[0].attempt, each.status.value)
+            for each in reversed(self._run.earlier_attempts)
+            if each.ranks
+        )
+        own = [each.attempt for each in self._run.ranks[:1]]
         empty = Diagnosis(
             status=status,
             problem=problem,
@@ -1268,11 +1276,8 @@ class _Case:
             numerics=self._numerics,
             loss_spikes=find_loss_spikes(self._run),
             drift=() if self._is_imported else measure_drift(self._run).changes,
-            earlier_attempts=tuple(
-                (each.ranks[0].attempt, each.status.value)
-                for each in reversed(self._run.earlier_attempts)
-                if each.ranks
-            ),
+            earlier_attempts=earlier,
+            missing_attempts=find_missing_numbers([-1, *(number for number, _ in earlier), *own]),
             has_memory=problem is not ProblemClass.OUT_OF_MEMORY
             or any(len(self._run.memory(record.rank)) for record in self._run.ranks),
             long_steps=None if self._is_imported else measure_drift(self._run).long_steps,

@@ -389,10 +389,10 @@ def observe_settings(
         "loss_dtype": loss_dtype,
         "inputs": inputs,
         "gradients_between_backwards": gradients_between,
-        "gradient_hooks": _describe_gradient_hooks(model),
         "gradient_sync": "some microbatches" if skips_reduction else "every microbatch",
     }
-    return {name: text for name, text in found.items() if text}
+    known = {name: text for name, text in found.items() if text}
+    return known | {"gradient_hooks": _describe_gradient_hooks(model)}  # known also if empty
 
 
 def _describe_dropout(model: nn.Module) -> str:
@@ -408,7 +408,7 @@ def _describe_dropout(model: nn.Module) -> str:
 
 
 def _describe_gradient_hooks(model: nn.Module) -> str:
-    """The parameters whose gradients a hook of the script may change; empty: none."""
+    """The parameters whose gradients a hook of the script may change; empty: none does."""
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     count = sum(any(getattr(each, name, None) for name in names) for each in model.parameters())
     return plural(count, "parameter") if count else ""

@@ -29,6 +29,7 @@ from fsdp_inspect.diagnosis.waits import Wait
 from fsdp_inspect.formatting import (
     MISSING,
     capitalize,
+    format_attempts,
     format_bytes,
     format_ns,
     format_owner,
@@ -79,7 +80,8 @@ class DiagnosisText:
     detail: str
     """The sentence without the words of the headline, to show below it."""
     earlier: str
-    """The attempts before this one, with the command that diagnoses them; empty: there are none."""
+    """The attempts before this one, with the command that diagnoses them, and those without
+    data; empty: there are none."""
 
 
 def describe_diagnosis(
@@ -107,11 +109,14 @@ def describe_diagnosis(
 
 
 def _earlier(found: Diagnosis, run: str) -> str:
+    missing = f"This folder has no data of {format_attempts(found.missing_attempts)}."
+    missing = missing if found.missing_attempts else ""
     if not found.earlier_attempts:
-        return ""
+        return missing
     shown = ", ".join(f"{number} ({status})" for number, status in found.earlier_attempts)
     command = f"fsdp-inspect diagnose RUN --attempt {found.earlier_attempts[0][0]}"
-    return f"Attempts before this one: {shown}. Diagnose one: `{name_run(command, run)}`."
+    known = f"Attempts before this one: {shown}. Diagnose one: `{name_run(command, run)}`."
+    return f"{known} {missing}".rstrip()
 
 
 def _is_fact(found: Diagnosis) -> bool:
@@ -181,9 +186,14 @@ def render_states(found: Diagnosis) -> Table:
     return table
 
 
-def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:
-    """The diagnosis as JSON values: the answer, then the words, then the state of each rank."""
-    text = describe_diagnosis(found)
+def diagnosis_to_dict(found: Diagnosis, *, attempt: int | None = None) -> dict[str, Any]:
+    """The diagnosis as JSON values: the answer, then the words, then the state of each rank.
+
+    Args:
+        found: The diagnosis.
+        attempt: As for `describe_diagnosis`.
+    """
+    text = describe_diagnosis(found, attempt=attempt)
     return {
         "status": found.status.value,
         "class": None if found.problem is None else found.problem.value,
@@ -199,6 +209,9 @@ def diagnosis_to_dict(found: Diagnosis) -> dict[str, Any]:
         "failure": found.failure or None,
         "earlier_attempts": [
             {"attempt": number, "status": status} for number, status in found.earlier_attempts
+        ],
+        "missing_attempts": [
+            {"first": first, "last": last} for first, last in found.missing_attempts
         ],
         "events": [_event_to_dict(event) for event in found.events],
         "missing_ranks": list(found.missing_ranks),
@@ -260,7 +273,7 @@ def headline_diagnosis(found: Diagnosis) -> str:
         if found.unknown is Unknown.NO_BLACK_BOX and found.status is Status.HEALTHY:
             return f"{_ENDED}."
         is_healthy = found.status is Status.HEALTHY
-        if is_healthy and found.earlier_attempts:
+        if is_healthy and (found.earlier_attempts or found.missing_attempts):
             return "No failure found in this attempt."
         return "No failure found." if is_healthy else "Cannot tell what went wrong."
     if found.training is not None:

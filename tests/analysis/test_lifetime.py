@@ -289,7 +289,7 @@ def test_steps_whose_rows_are_lost_on_all_ranks_make_the_numbers_those_of_the_re
     assert lifetime.goodput_basis == "of 112 ns, as far as recorded"
     assert lifetime.notes == (
         "Rank 0 completed 4 steps of attempt 0, but has rows of 1: a killed process loses its last "
-        "ones. A checkpoint in the others is unknown, too.",
+        "ones. A checkpoint saved in the missing steps is unknown.",
     )
 
 
@@ -308,16 +308,37 @@ def test_checkpoints_that_the_lowest_rank_saved_count_for_the_others():
     assert measure_lifetime(second, rank=1).num_lost_steps == 2
 
 
+def test_steps_lost_in_several_attempts_are_lost_at_restarts():
+    earlier = [attempt(number, starts_at=1000 * number) for number in range(2)]
+    found = measure_lifetime(attempt(2, starts_at=2000, earlier_attempts=earlier))
+    assert found.restarts == "12 completed steps in 3 attempts, 8 lost at restarts"
+
+
 def test_a_missing_attempt_is_named_and_counted():
     run = attempt(2, starts_at=1000, loads=True, earlier_attempts=[attempt(saves=80)])
     lifetime = measure_lifetime(run)
     assert (lifetime.num_attempts, lifetime.num_steps, lifetime.is_whole) == (3, 8, False)
     assert lifetime.restarts == (
-        "at least 8 completed steps in 3 attempts, 2 lost at a restart as far as recorded"
+        "at least 8 completed steps in 3 attempts, 2 known to be lost at restarts"
     )
     assert lifetime.notes[0] == (
         "The data of attempt 1 are missing: its steps are not counted, and its time is a restart."
     )
+
+
+def test_the_wall_time_begins_after_attempts_that_are_missing_before_the_first_one():
+    notes = measure_lifetime(attempt(2)).notes
+    assert notes == (
+        "The data of attempts 0-1 are missing: their steps are not counted, and the wall time "
+        "begins with attempt 2.",
+    )
+    assert "restart" not in durations(attempt(2))
+    both = measure_lifetime(attempt(4, starts_at=1000, earlier_attempts=[attempt(1)])).notes[:2]
+    assert [note.partition(" are")[0] for note in both] == [
+        "The data of attempt 0",
+        "The data of attempts 2-3",
+    ]
+    assert both[1].endswith("their steps are not counted, and their time is a restart.")
 
 
 def test_an_attempt_without_the_lowest_rank_is_that_of_another_one():
@@ -330,4 +351,6 @@ def test_an_attempt_without_the_lowest_rank_is_that_of_another_one():
     )
     lifetime = measure_lifetime(attempt(1, starts_at=1000, loads=True, earlier_attempts=[first]))
     assert (lifetime.num_attempts, lifetime.num_steps, lifetime.num_lost_steps) == (2, 8, 2)
-    assert lifetime.notes[0] == "Attempt 0 is measured on rank 1. It has no data of rank 0."
+    assert lifetime.notes[0] == (
+        "Attempt 0 is measured on rank 1. The attempt has no data of rank 0."
+    )

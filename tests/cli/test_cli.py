@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -181,3 +182,22 @@ def test_the_attempt_before_a_restart_is_named(invoke, tmp_path):
     write_run(tmp_path, num_steps=5)
     assert "--attempt 0`." in invoke("diagnose", tmp_path).out
     assert "--attempt" not in invoke("diagnose", tmp_path, "--attempt", "0").out
+
+
+def test_a_run_without_any_attempt_is_diagnosed(invoke, tmp_path):
+    write_run(tmp_path, num_steps=3)
+    shutil.rmtree(tmp_path / "attempt-000")
+    ended = invoke("diagnose", tmp_path)
+    assert ended.code == 2
+    assert ended.out.startswith("Cannot tell: ")
+
+
+def test_next_steps_name_the_attempt_before_a_restart_in_text_and_json(invoke, tmp_path):
+    for _ in range(2):
+        write_run(tmp_path, num_steps=3)
+    shutil.rmtree(tmp_path / "attempt-000" / "rank-00001")
+    command = f"`fsdp-inspect diagnose {tmp_path} --attempt 0`"
+    text = invoke("diagnose", tmp_path, "--attempt", "0").out
+    assert command in " ".join(text.split())
+    [step] = json.loads(invoke("diagnose", tmp_path, "--attempt", "0", "--json").out)["next"]
+    assert "`fsdp-inspect diagnose RUN --attempt 0`" in step

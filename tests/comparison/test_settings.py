@@ -35,7 +35,9 @@ def test_settings_that_differ_are_listed_with_every_value():
 
 def test_only_equal_plans_of_one_model_have_the_same_description():
     first = manifest()
-    assert describe_plan(first) == describe_plan(manifest(config={"lr": 1}))
+    usual = {"backwards": "1 a step", "gradient_sync": "every microbatch"}
+    for same in (manifest(config={"lr": 1}), manifest(observed=usual)):
+        assert describe_plan(first) == describe_plan(same)
     full = manifest(plan={"checkpointing": {"full": ["layers.0"], "selective": []}})
     others = [
         full,
@@ -46,10 +48,20 @@ def test_only_equal_plans_of_one_model_have_the_same_description():
         manifest(unit={"layers.0": {"num_parameters": 77}}),
         manifest(unit={"layers.0": {"reshard_after_forward": False}}),
         manifest(unit={"layers.1": {"reshard_after_forward": False}}),
+        manifest(model=ModelInfo(class_name="Other")),
+        manifest(mesh={"replicate": 2, "shard": 2}),
     ]
     assert len({describe_plan(each) for each in (first, *others)}) == 1 + len(others)
     assert ", full checkpointing, plan " in describe_plan(full)
     assert ", 2 backwards a step, plan " in describe_plan(others[2])
+
+
+def test_gradient_hooks_differ_only_where_both_runs_record_them():
+    old = manifest(observed={"dropout": "none"})
+    none, some = (manifest(observed={"gradient_hooks": text}) for text in ("", "5 parameters"))
+    name = "gradient_hooks"
+    assert name not in [one.name for one in compare_settings([old, some])]
+    assert ("model", name, "", ("none", "5 parameters")) in differences(none, some)
 
 
 def test_the_machine_comes_before_the_configuration_and_the_code_last():
@@ -128,7 +140,7 @@ def test_what_a_run_does_not_know_is_not_called_different():
     first = manifest(versions={"torch": "2.5"})
     second = manifest(**unknown, model=ModelInfo())
     assert list(find_comparison_caveats([first, second], ["A", "B"])) == [
-        "Unknown of B: device, torch, backend, sharder, model. They may be those of the other runs."
+        "Unknown of B: device, torch, backend, sharder, model. The other runs may have the same."
     ]
 
 

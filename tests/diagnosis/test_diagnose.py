@@ -133,8 +133,16 @@ def test_attempts_before_this_one_are_named_with_their_status() -> None:
     assert headline_diagnosis(found) == "No failure found in this attempt."
     assert describe_diagnosis(found, run="runs/a").earlier == (
         "Attempts before this one: 0 (failed). Diagnose one: `fsdp-inspect diagnose runs/a "
-        "--attempt 0`."
+        "--attempt 0`. This folder has no data of attempt 1."
     )
+    assert diagnosis_to_dict(found)["missing_attempts"] == [{"first": 1, "last": 1}]
+
+
+def test_attempts_without_data_are_named() -> None:
+    done = dict.fromkeys(RANKS, RunStatus.COMPLETE)
+    found = diagnose(run_of({rank: make_box(DONE, RANKS) for rank in RANKS}, done, attempt=2))
+    assert headline_diagnosis(found) == "No failure found in this attempt."
+    assert describe_diagnosis(found).earlier == "This folder has no data of attempts 0-1."
 
 
 def test_the_next_steps_after_an_earlier_attempt_show_no_other_attempt() -> None:

@@ -3,10 +3,12 @@ import platform
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import nn
 
 from fsdp_inspect.recording import environment
 from fsdp_inspect.recording.environment import (
@@ -219,3 +221,11 @@ def test_clock_pair_is_the_tightest_of_several_readings(monkeypatch):
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(monotonic))
     pair = read_clock_pair()
     assert (pair.monotonic_ns, pair.uncertainty_ns) == (1020, 20)
+
+
+def test_gradient_hooks_of_a_script_are_a_setting_also_if_there_are_none() -> None:
+    model = nn.Linear(2, 2)
+    observe = partial(environment.observe_settings, model, [], "", "", skips_reduction=False)
+    assert observe()["gradient_hooks"] == ""
+    model.weight.register_hook(lambda gradient: gradient / 2)
+    assert observe()["gradient_hooks"] == "1 parameter"

@@ -206,7 +206,7 @@ def _more_numbers(summary: Summary) -> list[tuple[str, float, str]]:
     """Throughput, utilisation and goodput, as far as they are known."""
     numbers = [*list_throughput(summary.throughput)]
     if summary.goodput_ratio is not None:
-        wall = f"{summary.goodput_basis}: wall time, with waits in steps"
+        wall = f"{summary.goodput_basis} (wall time, with waits in steps)"
         numbers.append(("goodput_ratio", summary.goodput_ratio, wall))
     return numbers
 

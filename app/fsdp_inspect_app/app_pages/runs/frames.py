@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.analysis.run_list import change_ratio
+from fsdp_inspect.comparison.settings import describe_plan
 from fsdp_inspect.result_types import RunEntry, RunManifest, Summary
 from fsdp_inspect.trace.run import MISSING_READING
 from fsdp_inspect_app.catalog_reading import KnownRuns, RunRow
@@ -188,7 +188,7 @@ def frame_about(manifest: RunManifest, summary: Summary) -> pd.DataFrame:
         "recorded (UTC)": manifest.created,
         "status": summary.status,
         "model": manifest.model.class_name,
-        "plan": describe_sharding(manifest),
+        "plan": describe_plan(manifest),
         "mesh": ", ".join(f"{name} {size}" for name, size in manifest.mesh.items()),
         "ranks": f"{summary.num_ranks} recorded of {summary.world_size}",
         "device": manifest.device_name or manifest.device_type,
