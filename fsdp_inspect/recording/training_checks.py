@@ -255,13 +255,9 @@ class TrainingChecks:
             self._quietly(lambda: samples.after_update(optimizer), is_early=False)
 
     def _count_elsewhere(self) -> None:
-        is_new, self._backwards_before = (
-            self._num_backwards > self._backwards_before,
-            self._num_backwards,
-        )
-        self._num_elsewhere += is_new and any(
-            each.grad is not None for each in self._model.parameters()
-        )
+        before, self._backwards_before = self._backwards_before, self._num_backwards
+        if self._num_backwards > before and not self._session.has_trained:
+            self._num_elsewhere += any(each.grad is not None for each in self._model.parameters())
 
     def _see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if len(self._optimizers) >= _OPTIMIZERS and optimizer not in self._optimizers:
