@@ -187,7 +187,7 @@ class TrainingChecks:
         """Look at what may have changed since the first steps."""
         if self._num_elsewhere >= _LEAST_ELSEWHERE and not self._session.has_trained:
             self._session.problem(
-                f"After the last recorded step, the model had new gradients in "
+                "After the last recorded step, the model had new gradients in "
                 f"{self._num_elsewhere} updates, without a forward that the recorder saw: another "
                 "wrapper of the model may train it. Attach the recorder to that one."
             )
@@ -280,8 +280,9 @@ class TrainingChecks:
             keeps_state=before is not None and bool(optimizer.state),
         )
         self._optimizers[optimizer] = seen
-        if not seen.num_of_model and any(each.requires_grad for each in tensors):
-            self._others.setdefault(optimizer, [state_of(each) for each in tensors])
+        is_other = before is None and not seen.num_of_model
+        if is_other and any(each.requires_grad for each in tensors):
+            self._others[optimizer] = [state_of(each) for each in tensors]
         of_model = sum(each.grad is not None for each in own.values())
         known = {"num_trainable": len(own), "num_with_gradient": of_model}
         self._seen = self._seen.model_copy(update=known)

@@ -443,7 +443,7 @@ class _Regrouping:
         before = [round(sum(each.before_ns for each in some) / len(some))
                   for some in (forwards, backwards)]  # fmt: skip
         pairs = [*zip(forwards, backwards, strict=True)]
-        if more := len(microbatches) - len(pairs):
+        if (more := len(microbatches) - len(pairs)) > 0:
             later = pairs[-1] if len(pairs) > 1 else self._second_microbatch(*pairs[0])
             pairs += [later] * more
         return [

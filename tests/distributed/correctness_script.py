@@ -119,16 +119,32 @@ def stale_optimizers_of_a_container(folder: Path) -> None:
     train(folder, model, Container(model, held), batches())
 
 
-def train_second(folder: Path, second_loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Train a recorded model, and a second one that is not recorded, in three passes."""
-    model, second = shard(make_model()), make_model()
-    optimizers = adam(model), adam(second)
+def train_beside(
+    folder: Path,
+    model: nn.Module,
+    other: torch.optim.Optimizer,
+    data: Iterable[Batch],
+    backward: Callable[[Batch], None],
+) -> None:
+    """Train a recorded model, and step another optimizer in each step."""
+    optimizers = adam(model), other
     with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
-        for batch in (*batches(), *batches(), *batches()):
-            (loss_of(model, batch) + second_loss(loss_of(second, batch))).backward()
+        for batch in data:
+            backward(batch)
             for each in optimizers:
                 each.step()
                 each.zero_grad()
+
+
+def train_second(folder: Path, second_loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Train a recorded model, and a second one that is not recorded, in three passes."""
+    model, second = shard(make_model()), make_model()
+
+    def backward(batch: Batch) -> None:
+        (loss_of(model, batch) + second_loss(loss_of(second, batch))).backward()
+
+    data = (*batches(), *batches(), *batches())
+    train_beside(folder, model, adam(second), data, backward)
 
 
 @loop
@@ -730,14 +746,12 @@ def optimizer_in_backward(folder: Path) -> None:
 def optimizer_of_another_model(folder: Path) -> None:
     """A critic, which is not recorded, has an optimizer of its own."""
     model, critic = shard(make_model()), nn.Linear(_WIDTH, 1)
-    optimizers = adam(model), adam(critic)
-    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
-        for batch in batches():
-            critic(batch[0]).square().mean().backward()
-            loss_of(model, batch).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+
+    def backward(batch: Batch) -> None:
+        critic(batch[0]).square().mean().backward()
+        loss_of(model, batch).backward()
+
+    train_beside(folder, model, adam(critic), batches(), backward)
 
 
 @loop
@@ -1642,14 +1656,8 @@ def second_model_joins_later(folder: Path) -> None:
 @loop
 def dummy_optimizer(folder: Path) -> None:
     """As that of Transformers beside one optimizer for each layer."""
-    model = shard(make_model())
-    optimizers = adam(model), torch.optim.SGD([torch.zeros(4)], lr=0.1)
-    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
-        for batch in batches():
-            loss_of(model, batch).backward()
-            for each in optimizers:
-                each.step()
-                each.zero_grad()
+    model, dummy = shard(make_model()), torch.optim.SGD([torch.zeros(4)], lr=0.1)
+    train_beside(folder, model, dummy, batches(), lambda batch: loss_of(model, batch).backward())
 
 
 @loop

@@ -14,12 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
-from fsdp_inspect.analysis.correctness.samples import (
-    APART,
-    LEAST_UPDATES,
-    differ,
-    list_holders,
-)
+from fsdp_inspect.analysis.correctness.samples import APART, LEAST_UPDATES, differ, list_holders
 from fsdp_inspect.formatting import format_ranks, plural
 from fsdp_inspect.trace.correctness import ClipSeen
 

@@ -15,10 +15,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
-from fsdp_inspect.analysis.correctness.samples import (
-    list_holders,
-    values_change,
-)
+from fsdp_inspect.analysis.correctness.samples import list_holders, values_change
 from fsdp_inspect.formatting import capitalize, format_ranks, plural
 from fsdp_inspect.trace.correctness import LateSeen, OptimizerSeen, TrainingSeen
 
