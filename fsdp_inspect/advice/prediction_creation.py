@@ -20,7 +20,7 @@ from fsdp_inspect.simulation.predictions.records import (
 )
 from fsdp_inspect.simulation.recorded import observed_plan
 from fsdp_inspect.simulation.scenario import resolve_plan
-from fsdp_inspect.simulation.simulate import Simulation, peak_range, simulate_plan
+from fsdp_inspect.simulation.simulate import Simulation, simulate_plan
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RunSource
 from fsdp_inspect.version import __version__
@@ -160,13 +160,11 @@ def _exposed(value: int, step: Estimate) -> Estimate:
 
 
 def _peak(simulation: Simulation) -> Estimate | None:
-    value = simulation.peak_bytes
-    if value is None:
-        return None
-    low, high = peak_range(
-        value,
-        simulation.memory_error,
-        replayed=simulation.replayed.peak_bytes,
-        recorded=simulation.recorded_peak_bytes,
+    value, low, high = (
+        simulation.peak_bytes,
+        simulation.peak_low_bytes,
+        simulation.peak_high_bytes,
     )
+    if value is None or low is None or high is None:
+        return None
     return Estimate(value=value, low=low, high=high)

@@ -24,7 +24,6 @@ from fsdp_inspect.formatting import (
     plural,
 )
 from fsdp_inspect.simulation.network import CostLine
-from fsdp_inspect.simulation.simulate import peak_range
 from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan, owned_parameters
 
@@ -169,7 +168,8 @@ class Narrator:
         choice = AS_RECORDED.take(increment.after, increment.names)
         rules = self._scorer.space.rules
         added = _difference(after.peak_bytes, before.peak_bytes)
-        margin = self._memory_margin(after.peak_bytes)
+        peak_low, _ = self._peak_range(after.peak_bytes)
+        margin = (after.peak_bytes or 0) - (peak_low or 0)
         parts = (self._scorer.parts_ns(c) for c in (increment.before, increment.after))
         saved_by = subtract_parts(*parts)
         return Suggestion(
@@ -255,15 +255,7 @@ class Narrator:
     def _peak_range(self, peak_bytes: int | None) -> tuple[int | None, int | None]:
         if peak_bytes is None:
             return None, None
-        return peak_range(
-            peak_bytes,
-            self._scorer.trust.memory_error,
-            replayed=self._scorer.recorded.peak_bytes,
-            recorded=self._scorer.work.highest_peak_bytes,
-        )
-
-    def _memory_margin(self, peak_bytes: int | None) -> int:
-        return round(abs(self._scorer.trust.memory_error or 0.0) * (peak_bytes or 0))
+        return self._scorer.trust.peak_range_bytes(peak_bytes)
 
     def _assumed(self, increment: Increment, choice: Choice) -> Iterator[str]:
         """The assumptions of the change, beyond those of the earlier changes."""

@@ -277,7 +277,20 @@ class Trust:
     @property
     def memory_margin(self) -> float:
         """How far a run may exceed the predicted peak of its plan, as a fraction of the peak."""
-        return LEAST_MEMORY_MARGIN + abs(self.memory_error or 0.0) + self.higher_peak_ratio
+        return self._memory_error_margin + self.higher_peak_ratio
+
+    @property
+    def _memory_error_margin(self) -> float:
+        """The part of `memory_margin` for errors of the simulation, in both directions.
+
+        A self-check without an error shows nothing on other plans: `LEAST_MEMORY_MARGIN` remains.
+        """
+        return LEAST_MEMORY_MARGIN + abs(self.memory_error or 0.0)
+
+    def peak_range_bytes(self, peak_bytes: int) -> tuple[int, int]:
+        """The interval of the predicted peak of another plan, up to its highest step, bytes."""
+        low, high = self._memory_error_margin, self.memory_margin
+        return peak_bytes - round(low * peak_bytes), peak_bytes + round(high * peak_bytes)
 
     @property
     def memory_refusal(self) -> str | None:

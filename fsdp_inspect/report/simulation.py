@@ -208,9 +208,10 @@ def _memory(simulation: Simulation) -> Iterable[str]:
     unit = simulation.predicted.peak_unit
     place = f", at {format_unit(unit)}" if unit is not None else ""
     yield (
-        f"Peak allocated: {format_bytes(before)} -> {format_bytes(after)}{place}. The simulated "
-        "peak of the recorded plan has an error of "
-        f"{format_error(simulation.memory_error)} against its memory step."
+        f"Peak allocated: {format_bytes(before)} -> {format_bytes(after)}{place}. Interval of the "
+        f"new peak: {format_bytes(simulation.peak_low_bytes)} to "
+        f"{format_bytes(simulation.peak_high_bytes)}. The simulated peak of the recorded plan has "
+        f"an error of {format_error(simulation.memory_error)} against its memory step."
     )
     if simulation.execution == "stream":
         yield (

@@ -170,6 +170,9 @@ class Simulation(Result):
     memory_error: float | None
     """The peak of `replayed` / that of the simulated memory step, - 1."""
     predicted: SimulatedPlan
+    peak_low_bytes: int | None
+    peak_high_bytes: int | None
+    """The interval of the predicted peak, up to the highest step; None: no peak is predicted."""
     low_ns: int
     high_ns: int
     """The interval of the step time of a run of the plan. See [Note: the interval]."""
@@ -316,6 +319,8 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
     )
     gains = [replayed.step_time_ns - each for each in (predicted.step_time_ns, *ends)]
     margin = trust.gain_margin_ns(gains[0], replayed.step_time_ns)
+    peak = predicted.peak_bytes
+    peak_low, peak_high = (None, None) if peak is None else trust.peak_range_bytes(peak)
     return Simulation(
         run_id=manifest.run_id,
         rank=work.rank,
@@ -327,6 +332,8 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         recorded_peak_bytes=work.highest_peak_bytes,
         memory_error=trust.memory_error,
         predicted=predicted,
+        peak_low_bytes=peak_low,
+        peak_high_bytes=peak_high,
         low_ns=low_ns,
         high_ns=high_ns,
         change=predicted.step_time_ns / replayed.step_time_ns - 1,
@@ -342,22 +349,6 @@ def simulate_work(  # noqa: PLR0913 - the arguments of `simulate_plan`, and know
         memory_refusal=work.memory_refusal or scenario.memory_refusal,
         plan=scenario.plan,
     )
-
-
-def peak_range(
-    peak: int, error: float | None, *, replayed: int | None, recorded: int | None
-) -> tuple[int, int]:
-    """The interval of a predicted peak, bytes, up to the highest step of the recorded plan.
-
-    Args:
-        peak: The predicted peak.
-        error: The error of the simulated peak (`Trust.memory_error`).
-        replayed: The simulated peak of the recorded plan.
-        recorded: Its highest measured peak.
-    """
-    low = abs(error or 0.0)
-    high = max(low, recorded / replayed - 1) if replayed and recorded else low
-    return peak - round(low * peak), peak + round(high * peak)
 
 
 def _doubt_fit(

@@ -94,3 +94,13 @@ def test_a_wait_for_a_rank_that_is_not_recorded_is_a_caveat(here, world_size, wo
     caveat = measure_trust(builder.build()).wait_caveat
     assert (caveat or "").startswith(words or "")
     assert (caveat is None) == (words is None)
+
+
+@pytest.mark.parametrize(
+    ("error", "higher", "low", "high"),
+    [(0.0, 0.0, 980, 1020), (None, 0.1, 980, 1120), (-0.01, 0.0, 970, 1030)],
+)
+def test_the_interval_of_a_peak_has_a_least_width_and_decides_what_fits(error, higher, low, high):
+    trust = Trust(memory_error=error, higher_peak_ratio=higher)
+    assert trust.peak_range_bytes(1000) == (low, high)
+    assert high == 1000 * (1 + trust.memory_margin)

@@ -88,7 +88,7 @@ def test_one_screen_shows_the_change_its_gain_memory_risk_and_code(advice: Advic
     ]  # fmt: skip
     added = format_bytes(change.added_bytes)
     assert f"Saves {format_ns(change.saved_ns)} a step" in lines[first + 2]
-    assert f"Peak {format_bytes(change.peak_bytes)} (+{added})" in lines[first + 3]
+    assert f"Peak {format_bytes(change.peak_bytes)} (+{added}; +" in lines[first + 3]
     assert f"The peak rises by {added}." in lines[first + 4]
     assert lines[first + 7] == ("      fully_shard(module, mesh=mesh, reshard_after_forward=False)")
     assert describe_all_changes(advice.plan) in " ".join(lines)

@@ -26,14 +26,15 @@ and the difference in compute.
 Otherwise the outcome is not significant. The same applies if other programs took the cores of one
 side, or if compute differs by more than `PROCESS_NOISE_RATIO`.
 
-Memory is counted, not timed. It held if the peak misses its interval by at most 2% of the predicted
-peak.
+Memory is counted, not timed. It held if the peak is in its interval, or within
+`LEAST_MEMORY_MARGIN` of the prediction: earlier files state intervals without width.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_inspect.analysis.trust import LEAST_MEMORY_MARGIN
 from fsdp_inspect.comparison.noise import (
     PROCESS_NOISE_RATIO,
     RUNS_FOR_A_TEST,
@@ -137,8 +138,9 @@ def judge_time(
 
 def judge_peak(estimate: Estimate, measured: int) -> Ruling:
     """Judge a predicted peak of memory."""
-    is_near = estimate.distance(measured) <= WORTH_NAMING_RATIO * estimate.value
-    return Ruling.HELD if is_near else Ruling.DID_NOT_HOLD
+    is_near = abs(measured - estimate.value) <= LEAST_MEMORY_MARGIN * estimate.value
+    is_inside = is_near or estimate.distance(measured) == 0
+    return Ruling.HELD if is_inside else Ruling.DID_NOT_HOLD
 
 
 def judge_together(step: Ruling, peak: Ruling | None) -> Ruling:

@@ -136,7 +136,7 @@ class Prediction(Record):
     memory_error: float | None = None
     """Simulated / measured peak of the baseline, - 1."""
     peak_bytes: Estimate | None = None
-    """Peak allocated. Its interval is plus and minus `memory_error`, up to the highest step."""
+    """Peak allocated, with the interval of `Trust.peak_range_bytes`."""
     assumptions: list[str] = Field(default_factory=list)
     caveats: list[str] = Field(default_factory=list)
     """Reasons to doubt the prediction, one sentence each."""

@@ -85,9 +85,18 @@ def test_no_predicted_change_holds_where_five_processes_find_none():
     assert judge(FIVE, baselines=FIVE, estimate=estimate).ruling is Ruling.HELD
 
 
-@pytest.mark.parametrize(("measured", "ruling"), [(836, Ruling.HELD), (837, Ruling.DID_NOT_HOLD)])
-def test_a_peak_may_miss_its_interval_by_two_hundredths(measured, ruling):
-    assert judge_peak(ESTIMATE, measured) is ruling
+@pytest.mark.parametrize(
+    ("half", "measured", "ruling"),
+    [
+        (0, 1020, Ruling.HELD),
+        (0, 1021, Ruling.DID_NOT_HOLD),
+        (50, 950, Ruling.HELD),
+        (50, 949, Ruling.DID_NOT_HOLD),
+    ],
+)
+def test_a_peak_must_be_in_its_interval_of_at_least_two_hundredths(half, measured, ruling):
+    estimate = Estimate(value=1000, low=1000 - half, high=1000 + half)
+    assert judge_peak(estimate, measured) is ruling
 
 
 def test_a_peak_that_did_not_hold_is_enough_and_one_that_held_is_not():

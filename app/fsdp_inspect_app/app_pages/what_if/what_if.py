@@ -248,7 +248,9 @@ def _show_numbers(simulation: Simulation) -> None:
             "Predicted peak",
             format_bytes(after.peak_bytes),
             f"recorded plan, simulated: {format_bytes(before.peak_bytes)}",
-            "Predicted peak of allocated memory in a step like the memory step.",
+            "Predicted peak of allocated memory in a step like the memory step. Interval: "
+            f"{format_bytes(simulation.peak_low_bytes)} to "
+            f"{format_bytes(simulation.peak_high_bytes)}.",
         ),
         _tile_of_check(
             simulation.replay_error,
