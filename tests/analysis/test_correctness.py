@@ -97,6 +97,33 @@ def test_without_sampled_updates_gradients_are_not_checked() -> None:
     assert unknown["gradients"].startswith("No update of a parameter")
 
 
+def test_each_optimizer_that_changes_nothing_has_its_note() -> None:
+    def beside(*numbers: int) -> TrainingSeen:
+        fits = OptimizerSeen(
+            num_steps=8, num_tensors=4, num_of_model=4, num_with_gradient=4, num_alike=4
+        )
+        idle = [
+            OptimizerSeen(
+                place=f"gan.py:{number}",
+                num_steps=8,
+                num_tensors=number,
+                num_of_model=0,
+                num_with_gradient=0,
+                num_alike=0,
+                has_moved=False,
+            )
+            for number in numbers
+        ]
+        return TrainingSeen(num_trainable=4, num_with_gradient=4, optimizers=[*idle, fits])
+
+    def places(*seen: TrainingSeen) -> list[str | None]:
+        return [each.place for each in check_training(observed(input_bound(), *seen)).notes]
+
+    assert places(beside(5, 7), beside(5, 7)) == ["gan.py:5", "gan.py:7"]
+    assert places(beside(5), beside(5)) == ["gan.py:5"]
+    assert not places(beside(5), beside())
+
+
 def resumed(before: list[float], after: list[float]) -> InMemoryRun:
     """Two attempts that log losses; the second one continues with other parameters."""
     attempts: list[InMemoryRun] = []

@@ -79,16 +79,20 @@ _CUT = "Look for detach() or no_grad() between the model that it updates and the
 def _changes_nothing(observed: Observed) -> Iterator[TrainingFault]:
     """Find an optimizer of another model, whose gradients never arrive."""
     idle = {
-        rank: one
+        rank: [
+            one for one in each.optimizers if one.has_moved is False and not one.num_with_gradient
+        ]
         for rank, each in observed.seen.items()
-        for one in each.optimizers
-        if one.has_moved is False and not one.num_with_gradient
     }
     trains = all(
         any(one.num_with_gradient for one in each.optimizers) for each in observed.seen.values()
     )
-    if not trains or len(idle) < len(observed.seen):
-        return
+    if trains:
+        for found in zip(*idle.values(), strict=False):
+            yield from _idle(dict(zip(idle, found, strict=True)))
+
+
+def _idle(idle: Mapping[int, OptimizerSeen]) -> Iterator[TrainingFault]:
     number = min(each.num_steps for each in idle.values())
     first = idle[min(idle)]
     if number < _LEAST_IDLE:
