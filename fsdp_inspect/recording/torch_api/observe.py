@@ -28,7 +28,7 @@ def observe_plan(model: nn.Module) -> Plan:
     Raises:
         PlanError: `fully_shard` was never called on the model.
     """
-    handles = fsdp2.find_states(model)
+    handles = _without_twins(fsdp2.find_states(model))
     if not handles:
         raise PlanError(
             f"{type(model).__name__} has no plan: fully_shard was never called on it or on a "
@@ -45,6 +45,15 @@ def observe_plan(model: nn.Module) -> Plan:
         checkpointing=observe_checkpointing(model),
         notes=tuple(_find_inexpressible(model, handles)),
     )
+
+
+def _without_twins(handles: Sequence[StateHandle]) -> list[StateHandle]:
+    """Leave out a wrapper without parameters whose only module is a unit, too.
+
+    Accelerate shards a layer and the `CheckpointWrapper` around it. Both have one name in a plan.
+    """
+    units = {handle.fqns for handle in handles if handle.groups}
+    return [each for each in handles if each.groups or each.is_root or each.fqns not in units]
 
 
 def _most_common_mesh(handles: Sequence[StateHandle]) -> dict[str, int]:

@@ -1,5 +1,6 @@
 import pytest
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
@@ -125,3 +126,17 @@ def test_sharding_on_another_dimension_is_noted():
 def test_several_meshes_are_noted(two_meshes_in_one_unit):
     (note,) = observe_plan(two_meshes_in_one_unit).notes
     assert "Unit (root) has 2 groups on different meshes" in note
+
+
+def test_a_layer_and_its_sharded_checkpoint_wrapper_are_one_unit(decoder):
+    for name, layer in list(decoder.layers.named_children()):
+        fully_shard(layer)
+        setattr(decoder.layers, name, fully_shard(checkpoint_wrapper(layer)))
+    fully_shard(decoder)
+    plan = observe_plan(decoder)
+    layers = [name for name, _ in decoder.layers.named_children()]
+    assert plan.unit_names == ("", *(f"layers.{name}" for name in layers))
+    assert plan.checkpointing.full == tuple(plan.unit_names[1:])
+    fresh = Decoder()
+    apply_plan(fresh, plan)
+    assert observe_plan(fresh) == plan
