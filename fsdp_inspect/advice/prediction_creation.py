@@ -104,6 +104,7 @@ def make_prediction(run: RunSource, simulation: Simulation, origin: PredictionOr
     ends = [value, simulation.low_ns + min(paid_ns), simulation.high_ns + max(paid_ns)]
     ends += origin.stated_ns
     step = Estimate(value=value, low=max(min(ends), 0), high=max(ends))
+    run_delay = measure_trust(run).run_delay
     return Prediction(
         prediction_id=uuid.uuid4().hex[:12],
         tool_version=__version__,
@@ -114,6 +115,7 @@ def make_prediction(run: RunSource, simulation: Simulation, origin: PredictionOr
         rules=list(origin.rules),
         run_id=run.manifest.recorded_id,
         circumstances=Circumstances.of(run.manifest),
+        run_delay_ratio=None if run_delay is None else run_delay.ratio,
         baseline_plan=recorded.to_dict(),
         plan=simulation.plan.to_dict(),
         bus_bytes_per_s=origin.bus_bytes_per_s,

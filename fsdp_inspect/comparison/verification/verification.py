@@ -161,7 +161,7 @@ def verify_prediction(
     untimed = [each.run_id for each in measured if each.step_ns is None]
     obstacles += tuple(f"Run {run_id} has no timed step." for run_id in untimed)
     moved = _moved_compute(prediction, timed, before)
-    busier = _busier(timed, before)
+    busier = _busier(timed, before, prediction.run_delay_ratio)
     step, exposed = _judge_times(prediction, timed, before, moved)
     about_compute = list[str]()
     other_cause = "The machine may have changed the times, not the plan."
@@ -331,23 +331,34 @@ def _find_slowdown(
     return min((each for each in clear if each > 1), default=None)
 
 
-def _busier(runs: Sequence[_Measured], baselines: Sequence[_Measured]) -> tuple[str, ...]:
+def _busier(
+    runs: Sequence[_Measured], baselines: Sequence[_Measured], predicted_from: float | None
+) -> tuple[str, ...]:
     """Add a caveat if other programs took the cores of one side: its times do not show the plan.
 
-    If the baseline has no run, its machine counts as quiet.
+    Args:
+        runs: The runs of the plan.
+        baselines: Runs of the baseline beside them.
+        predicted_from: The run delay of the baseline of the prediction, if `baselines` have none.
+            If it is unknown, too, that machine counts as quiet.
     """
     after, before = (
         [each.run_delay.ratio for each in side if each.run_delay is not None]
         for side in (runs, baselines)
     )
+    before = before or ([] if predicted_from is None else [predicted_from])
     difference = find_run_delay_difference(before, after)
     if difference is None:
         return ()
     was, now_ = difference
+    known = (
+        f", and for {was:.0%} in the baseline. The machine was busier in one of them, so"
+        if before
+        else ". That of the baseline is unknown, so"
+    )
     return (
-        f"A training thread was ready but had no core for {now_:.0%} of the time, and for "
-        f"{was:.0%} in the baseline. The machine was busier in one of them, so the times do not "
-        "show the effect of the plan. Repeat both in turn on a quiet machine.",
+        f"A training thread was ready but had no core for {now_:.0%} of the time{known} the times "
+        "do not show the effect of the plan. Repeat both in turn on a quiet machine.",
     )
 
 

@@ -103,6 +103,8 @@ class Prediction(Record):
     """The baseline."""
     circumstances: Circumstances
     """The circumstances of the baseline."""
+    run_delay_ratio: float | None = None
+    """`analysis.trust.RunDelay.ratio` of the baseline; None: unknown, as in earlier files."""
     baseline_plan: dict[str, Any]
     plan: dict[str, Any]
     """The resolved predicted plan (`trace.plan.Plan`)."""

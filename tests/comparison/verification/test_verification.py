@@ -119,8 +119,7 @@ def test_what_the_plan_adds_is_scaled_to_the_measured_baseline_and_named():
     )
 
 
-@pytest.mark.parametrize(("waited", "ruling"), [(0, "did_not_hold"), (30, "cannot_be_told")])
-def test_other_programs_on_the_machine_make_a_verdict_impossible(waited: int, ruling: str):
+def with_waits(waited: int) -> RunSource:
     after = run_of("after", compute=70, waiting=30)
     samples = DeviceTable.from_rows(
         [
@@ -128,6 +127,27 @@ def test_other_programs_on_the_machine_make_a_verdict_impossible(waited: int, ru
             for time, delay in ((0, 0), (300 * MS, waited * MS))
         ]
     )
-    found = verified(replace(after, device_tables={0: samples}))
+    return replace(after, device_tables={0: samples})
+
+
+@pytest.mark.parametrize(("waited", "ruling"), [(0, "did_not_hold"), (30, "cannot_be_told")])
+def test_other_programs_on_the_machine_make_a_verdict_impossible(waited: int, ruling: str):
+    found = verified(with_waits(waited))
     assert found.ruling == ruling
     assert any("no core for 10% of the time" in each for each in found.caveats) == bool(waited)
+
+
+@pytest.mark.parametrize(
+    ("predicted_from", "said"),
+    [
+        (0.02, "for 10% of the time, and for 2% in the baseline."),
+        (0.3, "for 10% of the time, and for 30% in the baseline."),
+        (0.09, None),
+        (None, "for 10% of the time. That of the baseline is unknown, so the times do not show"),
+    ],
+)
+def test_without_runs_of_the_baseline_its_machine_is_that_of_the_prediction(predicted_from, said):
+    before = run_of("before", compute=70, waiting=30)
+    prediction = prediction_from(before, run_delay_ratio=predicted_from)
+    found = " ".join(verify_prediction(prediction, [with_waits(30)]).caveats)
+    assert said in found if said else "no core" not in found
