@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from fsdp_inspect.analysis.breakdown import StepBreakdown, measure_breakdown
 from fsdp_inspect.analysis.context import try_measure
+from fsdp_inspect.analysis.mesh_dimensions import STAGES
 from fsdp_inspect.analysis.provenance import Provenance, measure_provenance
 from fsdp_inspect.analysis.step_times import measure_step_times
 from fsdp_inspect.formatting import plural
+from fsdp_inspect.trace.mesh_dimensions import find_dimensions, usual_dimension
 from fsdp_inspect.trace.run import RunManifest, RunSource
 
 # --- Describe a run: command, model, device, mesh, versions, environment and code.
@@ -24,6 +26,8 @@ class RunIdentity:
     model: str
     num_parameters: int
     num_trainable_parameters: int
+    is_stage: bool
+    """Whether the model and its parameters are those of one stage of a pipeline."""
     device_type: str
     device_name: str
     sharder: str
@@ -44,6 +48,7 @@ def identify(manifest: RunManifest) -> RunIdentity:
         model=manifest.model.class_name,
         num_parameters=manifest.model.num_parameters,
         num_trainable_parameters=manifest.model.num_trainable_parameters,
+        is_stage=_is_stage(manifest),
         device_type=manifest.device_type,
         device_name=manifest.device_name,
         sharder="" if manifest.source == "imported" else manifest.sharder_traits.title,
@@ -53,6 +58,13 @@ def identify(manifest: RunManifest) -> RunIdentity:
         git_commit=manifest.git_commit,
         tags=tuple(manifest.tags),
     )
+
+
+def _is_stage(manifest: RunManifest) -> bool:
+    sizes = [(usual_dimension(name), size) for name, size in manifest.mesh.items()]
+    labels = find_dimensions(manifest.process_groups, manifest.world_size)
+    sizes += [(labels[group.index].label, len(group.ranks)) for group in manifest.process_groups]
+    return any(name == STAGES and size > 1 for name, size in sizes)
 
 
 # --- Describe the sharding of a run in a few words, for lists of runs and the tops of reports.

@@ -84,8 +84,8 @@ def describe_run(heading: RunHeading) -> str:
         if 0 < identity.num_trainable_parameters < identity.num_parameters:
             first = " at the start" if _unfreezes(heading) else ""
             model += f" ({format_count(identity.num_trainable_parameters)} trained{first})"
-        if identity.mesh.get("pp", 1) > 1:
-            model += " in its pipeline stage"
+        if identity.is_stage:
+            model += " in one pipeline stage"
     device = identity.device_name or identity.device_type
     facts = [ranks, identity.sharder, name_backend(heading.backend), device, model, loop, restarts]
     return " · ".join(fact for fact in facts if fact and fact != UNKNOWN)

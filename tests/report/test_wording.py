@@ -5,6 +5,7 @@ import pytest
 
 from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.plan_check.check import LoopFacts
+from fsdp_inspect.analysis.run_heading import measure_run_heading
 from fsdp_inspect.analysis.stragglers.ranks import measure_ranks
 from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.formatting import MISSING, format_ns
@@ -21,6 +22,7 @@ from fsdp_inspect.report.wording import (
     format_error,
     name_backend,
 )
+from fsdp_inspect.trace.run import ProcessGroup
 from tests.builders import run_on, steady_run
 
 
@@ -104,3 +106,21 @@ def test_the_set_up_of_a_run_has_the_backwards_of_its_steps():
         checked = replace(summary.plan_check, loop=loop_facts)
         assert describe_run(replace(summary, plan_check=checked)).endswith(words)
     assert "2 ranks (1 recorded)" in describe_run(replace(summary, num_ranks=1))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dimension", "ranks", "is_stage"),
+    [
+        ({"fsdp": 2}, "pp", [0, 2], True),
+        ({"fsdp": 2}, "pp", [0], False),
+        ({"fsdp": 2}, "tp", [0, 2], False),
+        ({"pipeline": 2, "fsdp": 2}, "tp", [0, 2], True),
+    ],
+)
+def test_the_parameters_of_a_pipeline_are_those_of_one_stage(mesh, dimension, ranks, is_stage):
+    run = steady_run()
+    group = ProcessGroup(index=0, name="1", ranks=ranks, role="other", dimension=dimension)
+    fields = {"mesh": mesh, "process_groups": [group], "world_size": 4}
+    staged = replace(run, manifest=run.manifest.model_copy(update=fields))
+    said = describe_run(measure_run_heading(staged))
+    assert ("200 parameters in one pipeline stage" in said) is is_stage
