@@ -32,6 +32,7 @@ from fsdp_inspect.formatting import format_bytes, format_unit, plural
 from fsdp_inspect.trace.codes import ITEMSIZE, PARTS_OF_STEP, MemoryCategory
 from fsdp_inspect.trace.live_memory import RESTING
 from fsdp_inspect.trace.run import RunManifest, Unit
+from fsdp_inspect.trace.sharders import UNKNOWN
 
 EXPLAINED_RATIO = 0.8
 _LEAST_SHARE = 0.05
@@ -332,7 +333,7 @@ def _dtypes(was: dict[str, Unit], shared: Sequence[Unit]) -> Iterator[_Cause]:
         changed: dict[tuple[str, str], list[Unit]] = {}
         for unit in shared:
             old, new = getattr(was[unit.fqn], name), getattr(unit, name)
-            if old != new:
+            if old != new and UNKNOWN not in (old, new):
                 changed.setdefault((old, new), []).append(unit)
         for (old, new), units in changed.items():
             is_wider = ITEMSIZE.get(new, 0) >= ITEMSIZE.get(old, 0)

@@ -133,7 +133,7 @@ def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifferenc
         SettingDifference(group, name, "", values)
         for group, name in names
         if name not in unknown
-        and not _all_equal(values := tuple(table.get((group, name)) for table in tables))
+        and (values := _differing(manifests, [table.get((group, name)) for table in tables], group))
     ]
     found = [*plain, *_compare_units(manifests)]
     return tuple(sorted(found, key=lambda difference: _ORDER.index(difference.group)))
@@ -275,6 +275,28 @@ def _all_equal(values: Sequence[Any]) -> bool:
     return all(value == values[0] for value in values)
 
 
+_WITHOUT_NONE = ("machine", "model")
+"""Groups whose settings each run has, so that None means unknown. Only a mesh may be missing."""
+
+
+def _differing(
+    manifests: Sequence[RunManifest], values: Sequence[Any], group: str
+) -> tuple[Any, ...] | None:
+    """The values of one setting, `UNKNOWN` for those that a side does not record.
+
+    Returns:
+        None if the known values are equal. An unknown value may be equal to any.
+    """
+    shown = tuple(
+        UNKNOWN
+        if value is None and (group in _WITHOUT_NONE or manifest.source == "imported")
+        else value
+        for manifest, value in zip(manifests, values, strict=True)
+    )
+    known = [value for value in shown if value != UNKNOWN]
+    return None if _all_equal(known) else shown
+
+
 # --- units
 
 
@@ -288,17 +310,21 @@ def _compare_units(manifests: Sequence[RunManifest]) -> Iterator[SettingDifferen
             "plan", "units", "units of some sides", tuple(_name_units(fqns) for fqns in own)
         )
     for name in dict.fromkeys(name for fqn in shared for table in tables for name in table[fqn]):
-        yield from _compare_unit_setting(name, tables, shared)
+        values = {
+            fqn: _differing(manifests, [table[fqn].get(name) for table in tables], "plan")
+            for fqn in shared
+        }
+        yield from _compare_unit_setting(name, values)
 
 
 def _compare_unit_setting(
-    name: str, tables: Sequence[Mapping[str, Mapping[str, Any]]], shared: Sequence[str]
+    name: str, values_by_unit: Mapping[str, tuple[Any, ...] | None]
 ) -> Iterator[SettingDifference]:
     """Yield one difference for each set of values, with its units."""
     units_by_values: dict[str, tuple[tuple[Any, ...], list[str]]] = {}
-    for fqn in shared:
-        values = tuple(table[fqn].get(name) for table in tables)
-        if not _all_equal(values):
+    shared = list(values_by_unit)
+    for fqn, values in values_by_unit.items():
+        if values is not None:
             units_by_values.setdefault(repr(values), (values, []))[1].append(fqn)
     for values, fqns in units_by_values.values():
         where = f"all {len(shared)} units" if len(fqns) == len(shared) else _name_units(fqns)

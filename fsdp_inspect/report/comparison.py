@@ -76,7 +76,7 @@ def _side(side: Side) -> Text:
 
 def _settings(comparison: Comparison) -> Iterator[RenderableType]:
     if not comparison.settings:
-        yield Text("The settings are equal.")
+        yield Text("The recorded settings are equal.")
     for setting in comparison.settings:
         values = " -> ".join(map(format_setting, setting.values))
         where = f" ({setting.where})" if setting.where else ""

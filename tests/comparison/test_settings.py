@@ -144,6 +144,29 @@ def test_what_a_run_does_not_know_is_not_called_different():
     ]
 
 
+def test_an_unknown_setting_is_no_difference():
+    of_import = {"param_dtype": "unknown", "reduce_dtype": "float32"}
+    fields = {"source": "imported", "model": ModelInfo(class_name="unknown")}
+    imported = manifest(("layers.0",), unit={"layers.0": of_import}, **fields)
+    recorded = manifest(
+        ("layers.0",),
+        source="imported",
+        model=ModelInfo(class_name="Decoder", num_parameters=200),
+        plan={"forward_prefetch": 1},
+        config={"lr": 1},
+        unit={"layers.0": {"param_dtype": "float32", "reduce_dtype": "float32"}},
+    )
+    assert not differences(imported, recorded)
+    third = manifest(
+        ("layers.0",),
+        source="imported",
+        unit={"layers.0": {**of_import, "param_dtype": "bfloat16"}},
+    )
+    assert differences(imported, recorded, third) == [
+        ("plan", "param_dtype", "all 1 units", ("unknown", "float32", "bfloat16"))
+    ]
+
+
 def test_an_import_does_not_state_its_sharder():
     (caveat,) = find_comparison_caveats(
         [manifest(sharder="ddp"), manifest(source="imported")], ["A", "B"]

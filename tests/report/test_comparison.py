@@ -64,7 +64,7 @@ def test_a_small_difference_of_times_is_marked_as_noise():
 
 def test_equal_runs_are_called_equal():
     shown = text_of_runs(steady_run(run_id="a"), steady_run(run_id="b"))
-    assert "The settings are equal." in shown
+    assert "The recorded settings are equal." in shown
     assert "388 B    388 B       =  equal" in shown
 
 
