@@ -171,8 +171,8 @@ class CoverageWatch:
         }
 
     def _count_held(self) -> int:
-        parameters = self._model.parameters()
-        return sum(each.numel() for each in parameters if id(each) in self._held)
+        trainable = (each for each in self._model.parameters() if each.requires_grad)
+        return sum(each.numel() for each in trainable if id(each) in self._held)
 
     def _units_without(self) -> list[int]:
         """Units that ran with a graph, are held by an optimizer and never got a gradient."""

@@ -264,7 +264,8 @@ class TrainingChecks:
             self._optimizers.clear()
             self._is_over = True
             return
-        own = {id(each): each for each in self._model.parameters() if each.requires_grad}
+        parameters = {id(each): each for each in self._model.parameters()}
+        own = {key: each for key, each in parameters.items() if each.requires_grad}
         tensors = updated_tensors(optimizer)
         shapes = Counter(tuple(each.shape) for each in tensors)
         before = self._optimizers.get(optimizer)
@@ -274,6 +275,7 @@ class TrainingChecks:
             num_steps=1 + (before.num_steps if before else 0),
             num_tensors=len(tensors),
             num_of_model=sum(id(each) in own for each in tensors),
+            num_frozen=sum(id(each) in parameters.keys() - own.keys() for each in tensors),
             num_with_gradient=max(with_gradient, before.num_with_gradient if before else 0),
             num_alike=sum((shapes & self._shapes).values()),
             began_with_state=before.began_with_state if before else bool(optimizer.state),
@@ -297,8 +299,14 @@ class TrainingChecks:
             self._has_stale = True
             self._report(
                 f"The optimizer updates no parameter of the model ({seen.place}): its "
-                f"{seen.num_tensors} tensors are others with the shapes of the model's. Create the "
-                "optimizer from the parameters that the model has now, after it is sharded."
+                f"{seen.num_tensors} tensors "
+                + (
+                    f"include {seen.num_frozen} frozen parameters and no trainable one. Create the "
+                    "optimizer from those that require gradients."
+                    if seen.num_frozen
+                    else "are others with the shapes of the model's. Create the optimizer from the "
+                    "parameters that the model has now, after it is sharded."
+                )
             )
 
     def _close_window(self, optimizer: torch.optim.Optimizer) -> None:

@@ -15,7 +15,9 @@ class OptimizerSeen(Record):
     num_steps: Amount
     num_tensors: Amount
     num_of_model: Amount
-    """Tensors that are parameters of a recorded model."""
+    """Tensors that are trainable parameters of a recorded model."""
+    num_frozen: Amount = 0
+    """Tensors that are its other parameters."""
     num_with_gradient: Amount
     """Tensors that had a gradient before an update."""
     num_alike: Amount
@@ -218,7 +220,7 @@ class CoverageSeen(Record):
     num_missing: Amount = 0
     missing_values: Amount = 0
     held_values: Amount = 0
-    """Values of the parameters that an optimizer holds, if others are missing."""
+    """Values of the trainable parameters that an optimizer holds, if others are missing."""
     units_without: list[Index] = Field(default_factory=list)
     """Units that kept a graph and that an optimizer holds, none of whose parameters ever had a
     gradient before an update."""

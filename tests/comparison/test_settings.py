@@ -158,9 +158,7 @@ def test_an_unknown_setting_is_no_difference():
     )
     assert not differences(imported, recorded)
     third = manifest(
-        ("layers.0",),
-        source="imported",
-        unit={"layers.0": {**of_import, "param_dtype": "bfloat16"}},
+        ("layers.0",), unit={"layers.0": {**of_import, "param_dtype": "bfloat16"}}, **fields
     )
     assert differences(imported, recorded, third) == [
         ("plan", "param_dtype", "all 1 units", ("unknown", "float32", "bfloat16"))

@@ -97,6 +97,17 @@ def stale_optimizer(folder: Path) -> None:
     train(folder, shard(model), optimizer, batches())
 
 
+@loop
+def optimizer_of_the_frozen_part(folder: Path) -> None:
+    model = make_model()
+    frozen = list(model.parameters())[::2]
+    for parameter in frozen:
+        parameter.requires_grad_(requires_grad=False)
+    shard(model)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if not each.requires_grad])
+    train(folder, model, optimizer, batches())
+
+
 class Container(torch.optim.Optimizer):
     """Steps the optimizer of each half of the parameters, and holds all, as torchtitan's does."""
 

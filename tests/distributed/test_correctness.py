@@ -60,6 +60,7 @@ MISTAKES = {
     "scheduled-too-often": "The learning rate changes in every microbatch, not in every update.",
     "stale-optimizer": STALE,
     "stale-optimizer-of-fsdp1": STALE,
+    "optimizer-of-the-frozen-part": STALE,
     "stale-optimizers-of-a-container": STALE,
     "same-batches": SAME,
     "same-batches-of-ddp": SAME,
@@ -92,6 +93,7 @@ NOTES = {
 CERTAIN = ("stale-optimizer", "stale-optimizer-of-fsdp1", "replicas-of-other-seeds")
 CERTAIN += (
     "stale-optimizers-of-a-container",
+    "optimizer-of-the-frozen-part",
     "updates-left-out",
 )
 CERTAIN += ("old-teacher", "old-parameters", "probed-before-update")
@@ -114,6 +116,7 @@ READ = {
     *("parameters-of-64-bits", "jagged-inputs", "gradients-of-samples"),
     *("broken-check", "not-finite", "not-finite-at-the-end", "stale-optimizer"),
     *("stale-optimizer-of-fsdp1", "stale-optimizers-of-a-container"),
+    "optimizer-of-the-frozen-part",
 }
 """The loops that other tests read."""
 
@@ -279,4 +282,6 @@ def test_what_was_not_observed_is_not_checked(runs: tuple[Path, str]) -> None:
 
 def test_a_stale_optimizer_is_printed_at_its_first_update(runs: tuple[Path, str]) -> None:
     printed = runs[1].count("rank 0: The optimizer updates no parameter of the model (")
-    assert printed == 3  # once for each of the loops
+    assert printed == 4  # once for each of the loops
+    frozen = open_run(runs[0] / "optimizer-of-the-frozen-part").correctness().faults[0]
+    assert frozen.why.endswith(" 2 of them are its frozen parameters.")

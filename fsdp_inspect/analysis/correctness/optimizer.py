@@ -47,6 +47,9 @@ _COPIES = (
     " They have the shapes of the model's whole parameters: those of a copy, or of this model "
     "before it was sharded."
 )
+_FROM_SHARDED = (
+    "Create the optimizer from the parameters of the model that trains, after it is sharded."
+)
 _ALIKE = " They have shapes of the recorded model's parameters, so they may be those of a copy."
 
 
@@ -58,15 +61,20 @@ def _stale(stale: Mapping[int, TrainingSeen]) -> TrainingFault:
     first = stale[min(stale)]
     is_old = _are_copies(one for each in stale.values() for one in each.optimizers)
     number = sum(one.num_tensors for one in first.optimizers)
+    num_frozen = sum(one.num_frozen for one in first.optimizers)
     steps = max(one.num_steps for one in first.optimizers)
+    remark, remedy = _COPIES if is_old else "", _FROM_SHARDED
+    if num_frozen:
+        remark = f" {num_frozen} of them are its frozen parameters."
+        remedy = "Create the optimizer from the parameters that require gradients."
     return TrainingFault(
         TrainingCheck.OPTIMIZER,
         tuple(sorted(stale)),
         "The optimizer updates no parameter of the model.",
-        f"None of its {plural(number, 'tensor')} is a parameter of the model or had a gradient in "
-        f"{plural(steps, 'update')}, while {first.num_with_gradient} of the model's "
-        f"{first.num_trainable} parameters have gradients.{_COPIES if is_old else ''}",
-        "Create the optimizer from the parameters of the model that trains, after it is sharded.",
+        f"None of its {plural(number, 'tensor')} is a trainable parameter of the model or had a "
+        f"gradient in {plural(steps, 'update')}, while {first.num_with_gradient} of the model's "
+        f"{first.num_trainable} parameters have gradients.{remark}",
+        remedy,
         first.optimizers[0].place,
         is_certain=is_old,
     )
