@@ -232,8 +232,9 @@ def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> R
             "FSDP unit. Expected a recorded run of a fully_shard model. Record more steps, past "
             "warm-up and memory steps."
         )
-    observed_plan(run)
+    plan = observed_plan(run)
     _expect_sharded_units(run)
+    _expect_planned_units(run, plan)
     steps = tuple(reading.step for reading in readings)
     events, by_script = _read_events(run, member.rank, steps)
     events = with_own_turns(events)
@@ -379,6 +380,24 @@ def _expect_sharded_units(run: RunSource) -> None:
             f"Run {run.manifest.run_id!r} cannot be simulated: FSDP1 offloads "
             f"{format_unit(offloaded[0])} to the host, and its copies of gradients are not "
             "recorded. Expected units on the device. Record a run without CPUOffload."
+        )
+
+
+def _expect_planned_units(run: RunSource, plan: Plan) -> None:
+    """Check that the plan has every unit.
+
+    Raises:
+        MissingDataError: It lacks some: modules whose parameters are on several meshes, as the
+            experts of a block, are several units, and a plan has one mesh for a module.
+    """
+    lacking = [each.fqn for each in run.manifest.units if each.fqn not in plan.unit_names]
+    if lacking:
+        raise MissingDataError(
+            f"Run {run.manifest.run_id!r} cannot be simulated: {len(lacking)} of its "
+            f"{len(run.manifest.units)} units share their module with another one, first "
+            f"{format_unit(lacking[0])}. The parameters of a module are on several meshes there, "
+            "as with expert parallelism, and a plan has one for each. Expected one unit for each "
+            "module. `fsdp-inspect show RUN exposed` shows the measured waits."
         )
 
 
