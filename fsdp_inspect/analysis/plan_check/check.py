@@ -36,7 +36,7 @@ from fsdp_inspect.formatting import (
     listed,
     plural,
 )
-from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
+from fsdp_inspect.trace.codes import EventKind, Phase
 from fsdp_inspect.trace.plan import Plan
 from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
 from fsdp_inspect.trace.tables import EventTable
@@ -481,18 +481,22 @@ def _find_unprefetched(
     direction: Literal["forward", "backward"],
     phase: Phase,
 ) -> list[str]:
-    indices = {unit.fqn: unit.index for unit in manifest.units}
+    indices: dict[str, list[int]] = {}  # several if the parameters of a module have several meshes
+    for unit in manifest.units:
+        indices.setdefault(", ".join(unit.modules) or unit.fqn, []).append(unit.index)
     without = [name for name in plan.unit_names if name not in indices]
     issuers: dict[str, list[int]] = {}
     for name, targets in plan.prefetch_lists(direction, without=without).items():
         for target in targets:
-            issuers.setdefault(target, []).append(indices.get(name, NO_UNIT))
+            issuers.setdefault(target, []).extend(indices.get(name, ()))
     late = []
     for target, units in issuers.items():
-        gathers = observed.collectives(indices.get(target, NO_UNIT), EventKind.ALL_GATHER)
-        gathers = gathers.where(gathers.phase == phase)
-        if len(gathers) and not np.isin(gathers.issued_by, units).any():
-            late.append(target)
+        for index in indices.get(target, ()):
+            gathers = observed.collectives(index, EventKind.ALL_GATHER)
+            gathers = gathers.where(gathers.phase == phase)
+            if len(gathers) and not np.isin(gathers.issued_by, units).any():
+                late.append(target)
+                break
     return late
 
 

@@ -376,6 +376,28 @@ def test_a_declared_prefetch_that_never_happens_is_a_contradiction():
     assert (rule, fqns) == ("R9", ("layers.1",))
 
 
+@pytest.mark.parametrize(("issuer", "is_late"), [("experts", False), ("layers.1", True)])
+def test_a_module_with_units_on_several_meshes_prefetches_with_each(issuer, is_late):
+    plan = {
+        "units": [{"modules": ["layers.0"]}, {"modules": ["layers.1"]}],
+        "forward_prefetch": {"layers.0": ["layers.1"]},
+    }
+    units = ("layers.0", "experts", "layers.1")
+    builder = RunBuilder(units=units, plan=plan)
+    for unit, mesh in (("layers.0", 4), ("experts", 2)):
+        named = {"fqn": f"layers.0 [pg={mesh}]", "modules": ["layers.0"]}
+        builder.units[unit] = builder.units[unit].model_copy(update=named)
+    rank = builder.rank(0)
+    for step in range(2):
+        at = 1000 * step
+        train(rank, step, units=units, without=[("layers.1", Phase.FORWARD)])
+        rank.all_gather(
+            "layers.1", at + 22, at + 25, phase=Phase.FORWARD, issued_by=units.index(issuer)
+        )
+    late = [found for found in check_plan(builder.build()).findings if found.rule == "R9"]
+    assert [found.fqns for found in late] == [("layers.1",)] * is_late
+
+
 def test_a_unit_that_never_runs_costs_memory_and_contradicts_nothing():
     builder = trained(manifest={"model": ModelInfo(num_parameters=300)})
     spare = {"index": 2, "fqn": "spare"}
