@@ -38,6 +38,12 @@ NOTES: dict[str, str] = {}
 IN_GROUPS = "Gradients are combined in groups of ranks only."
 
 
+def list_launches() -> tuple[list[str], list[str]]:
+    """The loops by launch: a mesh of context parallelism stays in its process."""
+    of_sequences = [name for name in LOOPS if "sequence" in name]
+    return of_sequences, [name for name in LOOPS if name not in of_sequences]
+
+
 def loop(*, mistake: str = "", note: str = "") -> Callable[[Loop], Loop]:
     """Enter a loop under its name, with the sentence that its run must show."""
 
@@ -147,6 +153,49 @@ def hybrid_of_fsdp1(folder: Path) -> None:
     train(folder, model)
 
 
+@loop(mistake=IN_GROUPS)
+def replicas_of_another_name(folder: Path) -> None:
+    train(folder, shard(make_model(), mesh_of("rep", "fs")["fs"]))
+
+
+@loop()
+def replicas_averaged_by_hand(folder: Path) -> None:
+    mesh = mesh_of("rep", "fs")
+    model = shard(make_model(), mesh["fs"])
+    optimizer = adam(model)
+    group = mesh.get_group("rep")
+    with fsdp_inspect.Recorder(model, path=folder, print_verdict=False):
+        for batch in batches():
+            loss_of(model, batch).backward()
+            for each in model.parameters():
+                dist.all_reduce(each.grad.to_local().div_(2), group=group)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def with_parts_of_a_sequence(folder: Path, *, is_whole: bool) -> None:
+    """Ranks exchange data along "cp" in forward; FSDP shards over it, too, or not."""
+    mesh = mesh_of("dp", "cp")
+    whole = mesh["dp", "cp"]._flatten("dp_cp")
+    model = shard(make_model(), whole if is_whole else mesh["dp"])
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        dist.all_reduce(batch[0].sum(), group=mesh.get_group("cp"))
+        return loss_of(model, batch)
+
+    train(folder, model, loss=loss)
+
+
+@loop(mistake=IN_GROUPS)
+def parts_of_a_sequence_not_reduced(folder: Path) -> None:
+    with_parts_of_a_sequence(folder, is_whole=False)
+
+
+@loop()
+def parts_of_a_sequence(folder: Path) -> None:
+    with_parts_of_a_sequence(folder, is_whole=True)
+
+
 def tensor_parallel(mesh: DeviceMesh, *, rate: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Dropout(rate), nn.Linear(16, 16))
@@ -188,6 +237,15 @@ def two_models_of_two_ranks(folder: Path) -> None:
     mesh = mesh_of("trial", "shard")
     torch.manual_seed(mesh.get_local_rank("trial"))
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16))
+    train(folder, shard(model, mesh["shard"]))
+
+
+@loop()
+def two_models_with_equal_norms(folder: Path) -> None:
+    """As before, with parameters that begin with the same values in all models."""
+    mesh = mesh_of("trial", "shard")
+    torch.manual_seed(mesh.get_local_rank("trial"))
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 16))
     train(folder, shard(model, mesh["shard"]))
 
 

@@ -51,11 +51,14 @@ SUITES = (
         {**correctness_sharders.MISTAKES, **correctness_sharders.NOTES},
     ),
     Suite("correctness_odd_loops", correctness_odd_loops.LOOPS),
-    Suite(
-        "correctness_meshes",
-        correctness_meshes.LOOPS,
-        {**correctness_meshes.MISTAKES, **correctness_meshes.NOTES},
-        num_ranks=4,
+    *(
+        Suite(
+            "correctness_meshes",
+            names,
+            {**correctness_meshes.MISTAKES, **correctness_meshes.NOTES},
+            num_ranks=4,
+        )
+        for names in correctness_meshes.list_launches()
     ),
 )
 
@@ -107,9 +110,9 @@ def main(kept: str = "") -> None:
             print(f"| {check} | {planted[check]} | {named[check]} |")
     print(f"| all | {planted.total()} | {named.total()} |")
     print("\n| healthy loops of | loops | false alarms |\n|---|--:|--:|")
-    for suite in SUITES:
-        count, wrong = healthy[suite.script], alarms[suite.script]
-        print(f"| [{suite.script}](../tests/distributed/{suite.script}.py) | {count} | {wrong} |")
+    for script in dict.fromkeys(suite.script for suite in SUITES):
+        count, wrong = healthy[script], alarms[script]
+        print(f"| [{script}](../tests/distributed/{script}.py) | {count} | {wrong} |")
     print(f"| all | {healthy.total()} | {alarms.total()} |")
 
 

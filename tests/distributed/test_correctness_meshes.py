@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_inspect import open_run
 from tests.conftest import Torchrun
-from tests.distributed.correctness_meshes import LOOPS, MISTAKES, NOTES
+from tests.distributed.correctness_meshes import LOOPS, MISTAKES, NOTES, list_launches
 
 SCRIPT = Path(__file__).with_name("correctness_meshes.py")
 
@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def runs(tmp_path_factory: pytest.TempPathFactory, run_ranks: Torchrun) -> Path:
     """A folder with a run of each loop."""
     folder = tmp_path_factory.mktemp("meshes")
-    run_ranks(SCRIPT, folder, num_ranks=4)
+    for names in list_launches():
+        run_ranks(SCRIPT, folder, *names, num_ranks=4)
     return folder
 
 

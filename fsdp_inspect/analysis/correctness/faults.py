@@ -1,10 +1,12 @@
 """Define a mistake of the training, and what the checks know of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.results import Result
+from fsdp_inspect.trace.codes import StepPart
 from fsdp_inspect.trace.correctness import TrainingSeen
 from fsdp_inspect.trace.run import RankRecord, RunSource
 
@@ -14,6 +16,9 @@ _WHOLE = frozenset({*DATA_DIMENSIONS, "world", "other", ""})
 
 _TENSOR = "tp"
 """The dimension of the mesh whose ranks split tensors."""
+_SEQUENCE = "cp"
+"""The dimension whose ranks hold the same parameters, and other parts of a sequence."""
+_SPLIT = (_TENSOR, "ep", "pp")
 
 LEAST_STREAK = 5
 """The fewest looked-at updates in a row that show a mistake which began late."""
@@ -119,3 +124,28 @@ class Observed:
         """The position of a rank along the dimensions that split the model or the sequence."""
         coordinates = self.records[rank].coordinates.items()
         return tuple(sorted(each for each in coordinates if each[0] not in _WHOLE))
+
+    def parameters_part_of(self, rank: int) -> tuple[tuple[str, int], ...]:
+        """The position of a rank along the dimensions that may split the parameters."""
+        splitting = self.list_splitting()
+        return tuple(each for each in self.model_part_of(rank) if each[0] in splitting)
+
+    def list_splitting(self) -> Set[str]:
+        """The dimensions that may split the parameters; empty text: groups of the script.
+
+        A dimension of an unknown purpose may, if its groups exchange data or nothing is known.
+        """
+        return remember(self.run, "dimensions that split parameters", self._find_splitting)
+
+    def _find_splitting(self) -> Set[str]:
+        manifest = self.run.manifest
+        rows = self.run.summary(ranks=[min(self.seen)], kinds=[int(StepPart.GROUP)])
+        used = set(rows.group.tolist())
+        return {
+            each.parallelism
+            for each in manifest.process_groups
+            if each.role == "other"
+            and 1 < len(each.ranks) < manifest.world_size
+            and each.parallelism not in (*DATA_DIMENSIONS, _SEQUENCE)
+            and (each.parallelism in _SPLIT or not used or each.index in used)
+        }

@@ -11,8 +11,8 @@
   then hold experts, stages or models of their own. So may parameters outside all units, if the
   forward runs all-to-alls. Values that differ and are equal again later, as in local SGD. Gradients
   of one magnitude, as after clipping of each value, and copies of rows. Ranks in groups of other
-  dimensions are not compared. Training apart on purpose, with averages after more than the sampled
-  updates, looks the same: hence "Probably".
+  dimensions that exchange data are not compared. Training apart on purpose, with averages after
+  more than the sampled updates, looks the same: hence "Probably".
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from fsdp_inspect.analysis.correctness.faults import (
-    DATA_DIMENSIONS,
     Observed,
     TrainingCheck,
     TrainingFault,
@@ -49,7 +48,7 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
         observed.not_checked[TrainingCheck.GRADIENTS] = NO_SAMPLES
         yield from _check_without(observed)
         return
-    apart = [each for each in holders if each.gradients_differ and _is_same(observed, each)]
+    apart = _find_apart(observed, holders)
     if any(each.meets_again for each in apart):
         observed.not_checked[TrainingCheck.GRADIENTS] = APART
     elif apart and apart[0].parameter.unit == NO_UNIT and _exchanges_rows(observed):
@@ -72,6 +71,30 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
     yield from _check_zero(observed)
 
 
+def _find_apart(observed: Observed, holders: Sequence[Holders]) -> list[Holders]:
+    """Parameters whose ranks should hold the same values, and get other gradients."""
+    others = {tuple(each.updates) for each in holders if not each.starts_equal}
+    apart = [
+        each
+        for each in holders
+        if each.gradients_differ
+        and _is_same(each)
+        # Models of their own have some equal parameters, such as the weights of a norm.
+        and not (_is_along_another(observed, each) and tuple(each.updates) in others)
+    ]
+    splitting = observed.list_splitting() if apart else ()
+    if not splitting:
+        return apart
+    replicas = [each for each in apart if each.parameter.is_replica]
+    if not replicas:
+        names = ", ".join(sorted(name or "unknown" for name in splitting))
+        observed.not_checked[TrainingCheck.GRADIENTS] = (
+            f"{apart[0].parameter.name} gets other gradients on each rank, and the ranks may split "
+            f"the model along other dimensions ({names})."
+        )
+    return replicas
+
+
 def _is_left_out(observed: Observed, holders: Holders) -> bool:
     """Whether DDP was told to ignore a parameter: it is in no bucket, and the reducer knows all."""
     if holders.parameter.unit != NO_UNIT or observed.run.manifest.sharder != DDP:
@@ -80,20 +103,16 @@ def _is_left_out(observed: Observed, holders: Holders) -> bool:
     return all(each is not None and not each.unreduced for each in coverage)
 
 
-def _is_same(observed: Observed, holders: Holders) -> bool:
-    """Whether the ranks should hold the same values."""
+def _is_along_another(observed: Observed, holders: Holders) -> bool:
+    """Whether the ranks differ along a dimension that splits no data."""
+    return len({observed.model_part_of(rank) for rank in holders.updates}) > 1
+
+
+def _is_same(holders: Holders) -> bool:
+    """Whether the ranks should hold the same values, if no dimension splits the model."""
     parameter = holders.parameter
-    if parameter.is_replica:
-        return True
-    groups = observed.run.manifest.process_groups
-    has_own_groups = any(
-        each.role == "other"
-        and 1 < len(each.ranks) < observed.run.manifest.world_size
-        and each.parallelism not in DATA_DIMENSIONS
-        for each in groups
-    )
     is_expert = _EXPERT in parameter.name.lower()
-    return holders.starts_equal and not is_expert and not has_own_groups
+    return parameter.is_replica or (holders.starts_equal and not is_expert)
 
 
 def _exchanges_rows(observed: Observed) -> bool:

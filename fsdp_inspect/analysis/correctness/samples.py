@@ -111,7 +111,10 @@ def list_holders(observed: Observed) -> Iterator[Holders]:
     ranks_of: dict[tuple[object, ...], dict[int, int]] = {}
     for rank, each in observed.seen.items():
         for at, parameter in enumerate(each.parameters if each.updates else ()):
-            key = (parameter.name, *parameter.part), observed.model_part_of(rank)
+            part_of = (
+                observed.model_part_of if parameter.is_replica else observed.parameters_part_of
+            )
+            key = (parameter.name, *parameter.part), part_of(rank)
             ranks_of.setdefault(key, {})[rank] = at
     for ranks in ranks_of.values():
         if len(ranks) > 1 and len(set(ranks.values())) == 1:
