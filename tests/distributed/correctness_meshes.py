@@ -249,6 +249,19 @@ def two_models_with_equal_norms(folder: Path) -> None:
     train(folder, shard(model, mesh["shard"]))
 
 
+@loop(note="FSDP divides the gradients of some units by another number.")
+def a_divide_factor_of_one_unit(folder: Path) -> None:
+    """A total over all ranks divides the loss, so FSDP should add; one unit still divides."""
+    model = shard(make_model())
+    model[0].set_force_sum_reduction_for_comms(True)
+    model[0].set_gradient_divide_factor(1.0)
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return loss_of(model, batch, reduction="sum") / (dist.get_world_size() * batch[1].numel())
+
+    train(folder, model, loss=loss)
+
+
 @loop()
 def experts_over_pairs(folder: Path) -> None:
     """Experts are reduced over the ranks that hold them, and the rest over all ranks."""

@@ -6,6 +6,7 @@
   update; the loop adds the gradients of the ranks, or FSDP2 divides them by another number than
   that of the ranks, and each rank's losses are whole means; gradients that the sharder has averaged
   are divided by the number of ranks again.
+- Noted: units that the same ranks reduce are divided by different numbers.
 - Refuted by: losses that are divided by a total over all ranks, or by the number of ranks; an
   all-reduce of gradients that are divided by the number of ranks before it.
 """
@@ -21,7 +22,7 @@ from fsdp_inspect.analysis.correctness.samples import (
     differ,
     list_holders,
 )
-from fsdp_inspect.formatting import format_ranks, plural
+from fsdp_inspect.formatting import format_ranks, listed, plural
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.correctness import TrainingSeen
 
@@ -32,6 +33,7 @@ _LEAST_FOR_LOSS = 3
 
 def check_scales(observed: Observed) -> Iterator[TrainingFault]:
     """Find a sum over the ranks where a mean is expected, and the reverse."""
+    yield from _divided_unequally(observed)
     peers = [ranks for ranks in observed.list_peers() if len(ranks) == len(observed.seen)]
     if not peers:
         return
@@ -184,6 +186,38 @@ def _divided_by_another(observed: Observed, ranks: Sequence[int]) -> Iterator[Tr
         "learning rate allows for the sum, ignore this.",
         observed.seen[ranks[0]].losses[0].place,
     )
+
+
+def _name_factor(factor: float) -> str:
+    return f"{factor:g}" if factor else "the number of ranks"
+
+
+def _divided_unequally(observed: Observed) -> Iterator[TrainingFault]:
+    """Note units whose gradients FSDP2 divides by another number than those of others."""
+    rank = min(observed.seen)
+    units = {unit.index: unit for unit in observed.run.manifest.units}
+    by_groups: dict[tuple[int, int], dict[float, list[str]]] = {}
+    for each in observed.seen[rank].parameters:
+        if (unit := units.get(each.unit)) is not None:
+            groups = unit.shard_group, unit.replicate_group
+            of_factor = by_groups.setdefault(groups, {})
+            of_factor.setdefault(each.divide_factor or 0.0, []).append(each.name)
+    for of_factor in by_groups.values():
+        if len(of_factor) < 2:
+            continue
+        few = min(of_factor, key=lambda factor: len(of_factor[factor]))
+        names = listed(of_factor.pop(few), 1)
+        others = " or ".join(map(_name_factor, of_factor))
+        yield TrainingFault(
+            TrainingCheck.GRADIENTS,
+            tuple(sorted(observed.seen)),
+            "FSDP divides the gradients of some units by another number.",
+            f"Sums over the same ranks are divided by {_name_factor(few)} for {names}, and by "
+            f"{others} for other sampled parameters.",
+            "Call set_gradient_divide_factor on all units, as in a loop over model.modules(). If "
+            "these parts should learn at another rate, ignore this.",
+            is_note=True,
+        )
 
 
 def _divided_twice(
