@@ -38,7 +38,7 @@ from fsdp_inspect.formatting import (
 )
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable
 
 MOST_STEPS = 20
@@ -123,7 +123,7 @@ def check_plan(run: RunSource) -> PlanCheck:
     own = set(events.step[events.kind == EventKind.STEP].tolist())
     observed = ObservedCollectives(events, [step for step in steps if step in own])
     if observed.has_passes:
-        checked = _check(manifest, rank, observed)
+        checked = _check(run, rank, observed)
         loop = checked.loop
     else:
         checked = _unknown(manifest, "the run does not record forward and backward of its units")
@@ -174,7 +174,8 @@ def _unknown(manifest: RunManifest, reason: str) -> PlanCheck:
     )
 
 
-def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> PlanCheck:
+def _check(run: RunSource, rank: int, observed: ObservedCollectives) -> PlanCheck:
+    manifest = run.manifest
     plan, complaint = _read_plan(manifest)
     plans = {unit.name: unit for unit in plan.units} if plan else {}
     roots = find_fsdp_roots(manifest)
@@ -193,7 +194,9 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
         *(_check_prefetch(plan, manifest, observed) if plan else ()),
     ]
     totals = tuple(_total(counts, kind) for kind in COUNTED_KINDS)
-    result = _phrase_result(totals, wrong, num_steps=len(observed.steps), num_units=len(counts))
+    idle = [each.unit for each in counts if len(observed.passes_of(each.unit.index)) == 0]
+    num_units = len(counts) - len(idle)
+    result = _phrase_result(totals, wrong, num_steps=len(observed.steps), num_units=num_units)
     notes = [_as_note(each, few) for each in deviations if few]
     if notes and not wrong:
         result = f"The run follows its plan, except in {few}. {_phrase_finding(notes[0])}"
@@ -210,7 +213,7 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
             *notes,
             *_prefetched_in_vain(counts, num_steps=len(observed.steps)),
             *_remarks(counts),
-            *_unused_units(counts, observed),
+            *_unused_units(run, idle),
             *find_waste(manifest),
         ),
     )
@@ -499,12 +502,19 @@ def _find_unprefetched(
 # --- sentences
 
 
-def _unused_units(
-    counts: Sequence[UnitCount], observed: ObservedCollectives
-) -> Iterator[PlanFinding]:
-    unused = [count.unit.fqn for count in counts if len(observed.passes_of(count.unit.index)) == 0]
+def _unused_units(run: RunSource, idle: Sequence[Unit]) -> Iterator[PlanFinding]:
+    """Find units that no rank runs in any step, of those that are idle in the checked steps.
+
+    The units of an import come from its events, so each of them runs on some rank.
+    """
+    if run.manifest.source == "imported" or not idle:
+        return
+    ran = {*np.unique(run.summary(kinds=PASS_KINDS).unit).tolist()}
+    unused = [unit.fqn for unit in idle if unit.index not in ran]
     if unused:
-        yield PlanFinding("", tuple(unused), False, "never runs, so its shards only use memory")
+        runs = "never runs, so its shards" if len(unused) == 1 else "never run, so their shards"
+        sentence = f"{runs} only use memory"
+        yield PlanFinding("", tuple(unused), False, sentence)
 
 
 def _phrase_result(

@@ -49,8 +49,8 @@ def train(
                 now += 20
 
 
-def trained(*, num_steps=2, reshard=True, plan=None, manifest=(), **step):
-    builder = RunBuilder(units=BLOCKS, plan=plan or {}, **dict(manifest))
+def trained(*, num_steps=2, reshard=True, plan=None, manifest=(), spare=(), **step):
+    builder = RunBuilder(units=(*BLOCKS, *spare), plan=plan or {}, **dict(manifest))
     for unit in BLOCKS:
         builder.unit(unit, reshard_after_forward=reshard)
     for number in range(num_steps):
@@ -376,15 +376,39 @@ def test_a_declared_prefetch_that_never_happens_is_a_contradiction():
     assert (rule, fqns) == ("R9", ("layers.1",))
 
 
-def test_a_unit_that_never_runs_costs_memory_and_contradicts_nothing():
-    builder = trained(manifest={"model": ModelInfo(num_parameters=300)})
-    spare = {"index": 2, "fqn": "spare"}
-    builder.units["spare"] = builder.units["layers.0"].model_copy(update=spare)
-    check = check_plan(builder.build())
+@pytest.mark.parametrize(
+    ("spare", "sentence"),
+    [
+        (("spare",), "never runs, so its shards only use memory"),
+        (("spare", "more"), "never run, so their shards only use memory"),
+    ],
+)
+def test_a_unit_that_never_runs_costs_memory_and_contradicts_nothing(spare, sentence):
+    model = {"model": ModelInfo(num_parameters=200 + 100 * len(spare))}
+    check = check_plan(trained(manifest=model, spare=spare).build())
     assert check.is_consistent is True
-    assert [(f.fqns, f.sentence) for f in check.findings] == [
-        (("spare",), "never runs, so its shards only use memory")
-    ]
+    assert [(f.fqns, f.sentence) for f in check.findings] == [(spare, sentence)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "step"), [(1, 0), (0, 30)], ids=["on another rank", "in a later step"]
+)
+def test_a_unit_that_runs_elsewhere_does_run(rank, step):
+    model = {"model": ModelInfo(num_parameters=300)}
+    builder = trained(num_steps=60, manifest=model, spare=("expert",))
+    builder.rank(1).step(0, 0, 1000)
+    builder.rank(rank).forward("expert", 1000 * step + 300, 1000 * step + 310, step=step)
+    assert check_plan(builder.build()).findings == ()
+
+
+def test_a_unit_of_an_import_comes_from_an_event_so_it_runs():
+    """Rank 1 is another pipeline stage. A unit of DDP has no passes at all."""
+    imported = {"source": "imported", "model": ModelInfo(num_parameters=400)}
+    builder = trained(manifest=imported, spare=("layers.2", "all_reduce 1.25 MiB"))
+    train(builder.rank(1), 0, units=("layers.2",))
+    check = check_plan(builder.build())
+    assert check.findings == ()
+    assert "12 collectives in 2 checked steps of 2 units" in check.sentence
 
 
 def test_a_long_run_is_checked_in_its_first_steps():
