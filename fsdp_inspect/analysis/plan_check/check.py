@@ -122,7 +122,15 @@ def check_plan(run: RunSource) -> PlanCheck:
     events = run.events(rank, steps=before, kinds=(EventKind.STEP, *PASS_KINDS, *COUNTED_KINDS))
     own = set(events.step[events.kind == EventKind.STEP].tolist())
     observed = ObservedCollectives(events, [step for step in steps if step in own])
-    if observed.has_passes:
+    loop: LoopFacts | None
+    if observed.has_passes and not _are_groups_known(manifest, events):
+        reason = (
+            "the trace does not name the process groups of some collectives, so the number of "
+            "shards and the expected collectives are unknown"
+        )
+        checked = _unknown(manifest, reason)
+        loop = _describe_loop(observed, ())
+    elif observed.has_passes:
         checked = _check(run, rank, observed)
         loop = checked.loop
     else:
@@ -133,6 +141,13 @@ def check_plan(run: RunSource) -> PlanCheck:
         is_part = _reads_fewer_batches(run.ranks[0], loop.microbatches)
         loop = replace(loop, adds_up=adds_up and not is_part)
     return replace(checked, loop=loop)
+
+
+def _are_groups_known(manifest: RunManifest, events: EventTable) -> bool:
+    """Whether the number of ranks of each collective of a unit is known, as always if recorded."""
+    known = [group.index for group in manifest.process_groups if group.ranks]
+    own = events.group[(events.unit != NO_UNIT) & np.isin(events.kind, COUNTED_KINDS)]
+    return manifest.source != "imported" or bool(np.isin(own, known).all())
 
 
 def _reads_fewer_batches(record: RankRecord, num_backwards: int) -> bool:

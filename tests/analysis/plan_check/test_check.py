@@ -448,6 +448,16 @@ def test_a_step_that_the_rank_did_not_finish_is_not_counted():
     assert (check.steps, check.is_consistent) == ((0, 1), True)
 
 
+@pytest.mark.parametrize("group", [-1, 5], ids=["no group", "a group of unknown size"])
+def test_an_import_with_unnamed_process_groups_is_not_judged(group):
+    """Traces of gloo name no groups, so with several groups the number of shards is unknown."""
+    builder = trained(manifest={"source": "imported"}, group=group, microbatches=2)
+    check = check_plan(builder.build())
+    assert check.is_consistent is None
+    assert "does not name the process groups" in check.sentence
+    assert check.loop.microbatches == 2
+
+
 def test_an_imported_run_without_passes_is_not_judged():
     builder = RunBuilder(units=BLOCKS, source="imported")
     builder.rank(0).step(0, 0, 100)
