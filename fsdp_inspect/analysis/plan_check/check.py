@@ -119,7 +119,8 @@ def check_plan(run: RunSource) -> PlanCheck:
         return _unknown(manifest, reason)
     rank = run.ranks[0].rank
     before = [step for step in selection.detailed if step <= steps[-1]]
-    events = run.events(rank, steps=before, kinds=(EventKind.STEP, *PASS_KINDS, *COUNTED_KINDS))
+    kinds = (EventKind.STEP, EventKind.OPTIMIZER, *PASS_KINDS, *COUNTED_KINDS)
+    events = run.events(rank, steps=before, kinds=kinds)
     own = set(events.step[events.kind == EventKind.STEP].tolist())
     observed = ObservedCollectives(events, [step for step in steps if step in own])
     loop: LoopFacts | None
@@ -138,6 +139,8 @@ def check_plan(run: RunSource) -> PlanCheck:
         loop = _count_backwards(manifest, events, observed.steps)
     if loop is not None and loop.adds_up:
         adds_up = _have_like_forwards(events, observed.steps)
+        if manifest.source == "imported":
+            adds_up = adds_up and _have_one_update(events, observed.steps)
         is_part = _reads_fewer_batches(run.ranks[0], loop.microbatches)
         loop = replace(loop, adds_up=adds_up and not is_part)
     return replace(checked, loop=loop)
@@ -426,6 +429,25 @@ def _have_like_forwards(events: EventTable, steps: Collection[int]) -> bool:
         len({frozenset(units) for units in of_step.values()}) == 1 and all(of_step.values())
         for of_step in ran.values()
     )
+
+
+def _have_one_update(events: EventTable, steps: Collection[int]) -> bool:
+    """Whether each step shows an update, and none between its backwards.
+
+    A trace without marks of steps is one step with several updates.
+    """
+    for step in steps:
+        own = events.where(events.step == step)
+        updates = own.start_ns[own.kind == EventKind.OPTIMIZER]
+        backwards = own.where(own.kind == EventKind.BACKWARD)
+        is_last = backwards.microbatch == backwards.microbatch.max(initial=0)
+        if len(updates) == 0:
+            return False
+        if len(backwards):
+            first, last = backwards.start_ns.min(), backwards.start_ns[is_last].min()
+            if np.any((first < updates) & (updates < last)):
+                return False
+    return True
 
 
 def _most_frequent(counts: Iterable[int]) -> int:

@@ -411,6 +411,16 @@ def test_a_unit_of_an_import_comes_from_an_event_so_it_runs():
     assert "12 collectives in 2 checked steps of 2 units" in check.sentence
 
 
+@pytest.mark.parametrize(("updates", "adds_up"), [((500,), True), ((85, 500), False), ((), False)])
+def test_backwards_of_an_import_are_microbatches_of_one_update(updates, adds_up):
+    """A trace without marks of steps is one step with all updates of the trace."""
+    builder = trained(num_steps=1, manifest={"source": "imported"}, microbatches=2)
+    for start in updates:
+        builder.rank(0).add(EventKind.OPTIMIZER, start, start + 5, phase=Phase.OPTIMIZER)
+    loop = check_plan(builder.build()).loop
+    assert (loop.microbatches, loop.adds_up) == (2, adds_up)
+
+
 def test_a_long_run_is_checked_in_its_first_steps():
     check = check_plan(trained(num_steps=60).build())
     assert (len(check.steps), check.is_consistent) == (20, True)
