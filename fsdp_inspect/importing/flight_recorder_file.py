@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.formatting import plural
 from fsdp_inspect.importing.kernel_names import kind_of
 from fsdp_inspect.importing.messages import dtype_code_of_name, read_ranks, read_whole
 from fsdp_inspect.importing.snapshot_pickle import read_plain_pickle
@@ -115,6 +116,12 @@ def read_dump(path: Path) -> Dump:
         )
     found = [_parse(entry) for entry in value["entries"] if isinstance(entry, dict)]
     kept = sorted((each for each in found if each is not None), key=lambda each: each[0])
+    if value["entries"] and not kept:
+        raise CorruptFileError(
+            f"{path.name} lists {plural(len(value['entries']), 'collective')}, but none with a "
+            "valid `record_id`, `collective_seq_id` and `process_group`. Expected entries as torch "
+            "2.3 and later write them. Write the dump again."
+        )
     names = [entry.get("profiling_name") for entry in value["entries"] if isinstance(entry, dict)]
     backend = next((name.partition(":")[0] for name in names if isinstance(name, str)), "unknown")
     return Dump(backend, dict(_groups(value.get("pg_config"))), tuple(each for _, each in kept))

@@ -169,6 +169,17 @@ def test_names_that_do_not_fit_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("field", ["record_id", "collective_seq_id", "process_group"])
+def test_a_dump_whose_entries_cannot_be_read_is_not_called_empty(tmp_path: Path, field) -> None:
+    whole = [entry(0), entry(1)]
+    damaged = [{key: each[key] for key in each if key != field} for each in whole]
+    folder = write(tmp_path / "dumps", {0: whole, 1: damaged, 2: whole})
+    [note] = [each for each in import_dumps(folder, tmp_path / "run").notes if "Rank 1" in each]
+    assert "lists 2 collectives, but none with a valid `record_id`" in note
+    with pytest.raises(CorruptFileError, match="lists 2 collectives"):
+        import_dumps(folder / "nccl_trace_rank_1", tmp_path / "other")
+
+
 @pytest.mark.parametrize("version", ["1.5", "3.0", None])
 def test_another_version_is_refused(tmp_path: Path, version: str | None) -> None:
     file = tmp_path / "dump_rank_0"
