@@ -75,9 +75,12 @@ class Dump:
 
     def without_stacks(self) -> Dump:
         """Remove the fields that come from stacks, so that ranks without stacks compare equal."""
-        return replace(
-            self, collectives=tuple(replace(each, unit=UNKNOWN_UNIT) for each in self.collectives)
+        kinds = {EventKind.REDUCE_SCATTER: EventKind.ALL_REDUCE} if self.backend == "gloo" else {}
+        plain = (
+            replace(each, unit=UNKNOWN_UNIT, kind=kinds.get(each.kind, each.kind))
+            for each in self.collectives
         )
+        return replace(self, collectives=tuple(plain))
 
     def ordered(self, group: str) -> list[Collective]:
         """The collectives of a group, without point-to-point messages."""
@@ -171,6 +174,8 @@ def _parse(entry: Mapping[str, Any]) -> tuple[int, Collective] | None:
     if entry.get("state") == "completed":
         completed = completed or time_ns + 1
     frames = list(_frames(entry.get("frames")))
+    if kind is EventKind.ALL_REDUCE and _scatters(frames):
+        kind = EventKind.REDUCE_SCATTER
     is_gather = kind is EventKind.ALL_GATHER and inputs and outputs % inputs == 0
     group_size = outputs // inputs if is_gather else 0
     return number, Collective(
@@ -215,6 +220,12 @@ def _frames(frames: Any) -> Iterator[StackFrame]:
 
 def _is_of_fsdp(frames: Sequence[StackFrame]) -> bool:
     return any(frame.file.endswith(_FSDP_FILE) for frame in frames)
+
+
+def _scatters(frames: Sequence[StackFrame]) -> bool:
+    """Whether the stack calls a reduce-scatter, which gloo runs and names as an all-reduce."""
+    functions = [frame.function.lstrip("_") for frame in frames if frame.is_library]
+    return any(function.startswith("reduce_scatter") for function in functions)
 
 
 def _phase(frames: Sequence[StackFrame]) -> Phase:
