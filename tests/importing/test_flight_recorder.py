@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from fsdp_inspect.analysis.run_heading import describe_sharding
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown
 from fsdp_inspect.errors import CorruptFileError, FsdpInspectError, ImportingError, NotARunError
 from fsdp_inspect.importing.flight_recorder import import_dumps, looks_like_dumps
 from fsdp_inspect.importing.flight_recorder_file import read_dump
 from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.report.wording import describe_run
 from fsdp_inspect.run import open_run
+from fsdp_inspect.store.reader import open_run as read_run
 from fsdp_inspect.trace.codes import EventKind
 from tests.conftest import Torchrun
 from tests.importing.flight_recorder_dumps import (
@@ -212,6 +216,18 @@ def test_a_reduce_scatter_of_gloo_is_known_by_its_stack(tmp_path, function, kind
 def test_ranks_without_stacks_issue_the_same_reduce_scatter(tmp_path: Path) -> None:
     dumps = {0: [_gloo(0, "reduce_scatter_single")], 1: [_gloo(0, "")], 2: [_gloo(0, "")]}
     assert diagnose_dumps(write(tmp_path / "dumps", dumps)).difference is None
+
+
+def test_the_device_units_and_steps_of_a_dump_are_unknown(tmp_path: Path) -> None:
+    folder = write(tmp_path / "dumps", {key: [entry(0)] for key in range(3)})
+    import_dumps(folder, tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    summary = measure_summary(run)
+    assert describe_run(summary) == "3 ranks · nccl"
+    assert describe_sharding(run.manifest) == ""
+    assert not run.manifest.is_kernel_trace
+    assert summary.verdict.sentence == "The limit is unknown: the import has no timed step."
+    assert "more steps" not in "".join(summary.verdict.next_steps)
 
 
 @pytest.mark.parametrize("version", ["1.5", "3.0", None])
