@@ -241,7 +241,9 @@ def _waste(evidence: Evidence) -> Iterator[Finding]:
 
 
 _DO_ABOUT_WASTE = {
-    "": ("Find out why the unit never runs. Remove it from the model, or freeze it.",),
+    "": (
+        "Find out why no forward uses these parameters. Remove those that the model does not need.",
+    ),
     "R11": (
         "Name the units to prefetch in backward (set_modules_to_backward_prefetch), if these "
         "all-gathers are exposed.",
@@ -254,7 +256,7 @@ _DO_ABOUT_WASTE = {
     ),
 }
 _EFFECT_OF_WASTE = {
-    "": "Frees its shard, gradient and optimizer state. Saves no time, since the unit never ran.",
+    "": "Removing them frees their shards. Saves no time, because no forward uses them.",
     "R11": "Removes these all-gathers. No time is predicted.",
     "R14": "Halves their messages.",
     "R27": "Saves one all-gather and one reduce-scatter a pass. No time is predicted: the "

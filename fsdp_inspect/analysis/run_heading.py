@@ -74,7 +74,8 @@ def describe_sharding(manifest: RunManifest) -> str:
     """Describe the sharding in short: `10 units, reshard after forward, bfloat16`."""
     units = manifest.units
     what = "bucket" if manifest.sharder_traits.has_buckets else "unit"
-    facts = [plural(len(units), what), _describe_reshard(manifest)]
+    is_known = bool(units) or manifest.source != "imported"
+    facts = [plural(len(units), what) if is_known else "", _describe_reshard(manifest)]
     mesh = " x ".join(f"{size} {name}" for name, size in manifest.mesh.items() if size > 1)
     facts.append(f"mesh {mesh}" if len(manifest.mesh) > 1 and mesh else "")
     facts.append(" and ".join(sorted({unit.param_dtype for unit in units})))

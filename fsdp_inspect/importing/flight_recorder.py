@@ -35,6 +35,7 @@ from fsdp_inspect.trace.black_box import (
 )
 from fsdp_inspect.trace.codes import NO_UNIT, UNKNOWN_STEP, EventKind
 from fsdp_inspect.trace.run import RunManifest
+from fsdp_inspect.trace.sharders import UNKNOWN
 
 _HEADER = replace(EMPTY_HEADER, step=UNKNOWN_STEP, unit=NO_UNIT)
 _MARKS = (b"collective_seq_id", b"pg_config", b"nccl_comm_state")
@@ -118,7 +119,7 @@ def import_dumps(
         name=name or path.name,
         world_size=world_size,
         backend=next(iter(dumps.values())).backend,
-        device_type="cpu",
+        device_type=UNKNOWN,
         units=[] if units is None else units.describe(),
         notes=notes,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.errors import CorruptFileError
+from fsdp_inspect.formatting import plural
 from fsdp_inspect.importing.kernel_names import kind_of
 from fsdp_inspect.importing.messages import dtype_code_of_name, read_ranks, read_whole
 from fsdp_inspect.importing.snapshot_pickle import read_plain_pickle
@@ -74,9 +75,12 @@ class Dump:
 
     def without_stacks(self) -> Dump:
         """Remove the fields that come from stacks, so that ranks without stacks compare equal."""
-        return replace(
-            self, collectives=tuple(replace(each, unit=UNKNOWN_UNIT) for each in self.collectives)
+        kinds = {EventKind.REDUCE_SCATTER: EventKind.ALL_REDUCE} if self.backend == "gloo" else {}
+        plain = (
+            replace(each, unit=UNKNOWN_UNIT, kind=kinds.get(each.kind, each.kind))
+            for each in self.collectives
         )
+        return replace(self, collectives=tuple(plain))
 
     def ordered(self, group: str) -> list[Collective]:
         """The collectives of a group, without point-to-point messages."""
@@ -115,6 +119,12 @@ def read_dump(path: Path) -> Dump:
         )
     found = [_parse(entry) for entry in value["entries"] if isinstance(entry, dict)]
     kept = sorted((each for each in found if each is not None), key=lambda each: each[0])
+    if value["entries"] and not kept:
+        raise CorruptFileError(
+            f"{path.name} lists {plural(len(value['entries']), 'collective')}, but none with a "
+            "valid `record_id`, `collective_seq_id` and `process_group`. Expected entries as torch "
+            "2.3 and later write them. Write the dump again."
+        )
     names = [entry.get("profiling_name") for entry in value["entries"] if isinstance(entry, dict)]
     backend = next((name.partition(":")[0] for name in names if isinstance(name, str)), "unknown")
     return Dump(backend, dict(_groups(value.get("pg_config"))), tuple(each for _, each in kept))
@@ -164,6 +174,8 @@ def _parse(entry: Mapping[str, Any]) -> tuple[int, Collective] | None:
     if entry.get("state") == "completed":
         completed = completed or time_ns + 1
     frames = list(_frames(entry.get("frames")))
+    if kind is EventKind.ALL_REDUCE and _scatters(frames):
+        kind = EventKind.REDUCE_SCATTER
     is_gather = kind is EventKind.ALL_GATHER and inputs and outputs % inputs == 0
     group_size = outputs // inputs if is_gather else 0
     return number, Collective(
@@ -208,6 +220,12 @@ def _frames(frames: Any) -> Iterator[StackFrame]:
 
 def _is_of_fsdp(frames: Sequence[StackFrame]) -> bool:
     return any(frame.file.endswith(_FSDP_FILE) for frame in frames)
+
+
+def _scatters(frames: Sequence[StackFrame]) -> bool:
+    """Whether the stack calls a reduce-scatter, which gloo runs and names as an all-reduce."""
+    functions = [frame.function.lstrip("_") for frame in frames if frame.is_library]
+    return any(function.startswith("reduce_scatter") for function in functions)
 
 
 def _phase(frames: Sequence[StackFrame]) -> Phase:

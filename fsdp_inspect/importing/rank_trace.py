@@ -3,7 +3,7 @@
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,8 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> R
     origin_ns = int(min(events.start_ns.min(), events.issue_ns.min()))
     device = _device(trace.other_values)
     lacks_training = _lacks_training(trace.names)
-    notes = _notes(trace, comms, ranges, marks, lacks_launches=has_kernels and not has_launches)
+    lacks_launches = has_kernels and not has_launches
+    notes = _notes(trace, comms, ranges, marks, phases, lacks_launches=lacks_launches)
     if lacks_training:
         notes.append(_NO_TRAINING)
     return RankTrace(
@@ -408,6 +409,7 @@ def _notes(
     comms: Communications,
     ranges: UnitRanges,
     marks: StepMarks,
+    phases: PhaseRanges,
     *,
     lacks_launches: bool,
 ) -> list[str]:
@@ -439,12 +441,7 @@ def _notes(
             "with record_shapes=True."
         )
     if marks.is_whole_trace:
-        steps = sum(name.startswith("ProfilerStep#") for name in trace.names)
-        if steps > 1:
-            notes.append(
-                f"The whole trace was imported as one step; it has {steps} ProfilerStep marks. "
-                "Import without --whole-trace for one step at each mark."
-            )
+        notes.extend(_note_on_steps(trace, phases))
     if lacks_launches:
         notes.append(
             "The trace has no kernel launches: the unit and the phase of a kernel are known only "
@@ -454,6 +451,24 @@ def _notes(
     if isinstance(of_source, list):
         notes += [note for note in of_source if isinstance(note, str)]
     return notes
+
+
+def _note_on_steps(trace: KinetoTrace, phases: PhaseRanges) -> Iterator[str]:
+    """Note that a whole trace is one step. Without marks, one optimizer step shows one step."""
+    marks = sum(name.startswith("ProfilerStep#") for name in trace.names)
+    updates = len(Intervals.of(phases.optimizer.start_ns, phases.optimizer.end_ns))
+    if marks > 1:
+        yield (
+            f"The whole trace was imported as one step; it has {marks} ProfilerStep marks. "
+            "Import without --whole-trace for one step at each mark."
+        )
+    elif marks == 0 and updates != 1:
+        has = f"has {updates} optimizer steps" if updates else "may have several steps"
+        by = "an NVTX or ROCTx range" if MARKS_KEY in trace.other_values else "prof.step()"
+        yield (
+            f"The trace has no marks of steps, so all of it is one step. It {has}. Mark each step "
+            f"with {by}, and profile again."
+        )
 
 
 def _note_on_units(ranges: UnitRanges) -> str:

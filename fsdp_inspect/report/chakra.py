@@ -200,9 +200,9 @@ def _describe_collective(
         reason = "its size is unknown"
     if reason:
         raise MissingDataError(
-            f"A {kind.label.replace('_', '-')} in step {graph.step} of rank {graph.rank} of run "
-            f"{run.manifest.run_id!r} cannot be written: {reason}. Expected collectives of known "
-            "kind, size and group. Choose another step or run."
+            f"A collective ({kind.label.replace('_', '-')}) in step {graph.step} of rank "
+            f"{graph.rank} of run {run.manifest.run_id!r} cannot be written: {reason}. Expected "
+            "collectives of known kind, size and group. Choose another step or run."
         )
     if kind is EventKind.ALL_GATHER:
         size //= len(members)

@@ -23,7 +23,7 @@ from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment, OutOfMemoryR
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Amount, Index, Moment, Record, WorldSize
-from fsdp_inspect.trace.sharders import FSDP1, FSDP2, SharderTraits, traits_of
+from fsdp_inspect.trace.sharders import FSDP1, FSDP2, UNKNOWN, SharderTraits, traits_of
 from fsdp_inspect.trace.stack_dumps import StackDump
 from fsdp_inspect.trace.tables import (
     DeviceTable,
@@ -525,7 +525,7 @@ class RunManifest(Record):
 
         A profiler trace of a CPU is not a kernel trace: it shows the waits of the main thread.
         """
-        return self.source == "imported" and self.device_type != "cpu"
+        return self.source == "imported" and self.device_type not in ("cpu", UNKNOWN)
 
     @property
     def can_rank_plans(self) -> bool:

@@ -8,14 +8,26 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from fsdp_inspect.analysis.run_heading import describe_sharding
+from fsdp_inspect.analysis.summary import measure_summary
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown
 from fsdp_inspect.errors import CorruptFileError, FsdpInspectError, ImportingError, NotARunError
 from fsdp_inspect.importing.flight_recorder import import_dumps, looks_like_dumps
 from fsdp_inspect.importing.flight_recorder_file import read_dump
 from fsdp_inspect.report.diagnosis import describe_diagnosis
+from fsdp_inspect.report.wording import describe_run
 from fsdp_inspect.run import open_run
+from fsdp_inspect.store.reader import open_run as read_run
+from fsdp_inspect.trace.codes import EventKind
 from tests.conftest import Torchrun
-from tests.importing.flight_recorder_dumps import BEGIN_NS, SECOND, USER_FRAMES, WAITING, entry
+from tests.importing.flight_recorder_dumps import (
+    BEGIN_NS,
+    FSDP_FRAMES,
+    SECOND,
+    USER_FRAMES,
+    WAITING,
+    entry,
+)
 
 
 def write(folder: Path, entries: dict[int, list[dict[str, Any]]], *, ranks: str = "[0, 1, 2]"):
@@ -167,6 +179,55 @@ def test_names_that_do_not_fit_are_refused(
     with pytest.raises(error, match=words):
         import_dumps(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("field", ["record_id", "collective_seq_id", "process_group"])
+def test_a_dump_whose_entries_cannot_be_read_is_not_called_empty(tmp_path: Path, field) -> None:
+    whole = [entry(0), entry(1)]
+    damaged = [{key: each[key] for key in each if key != field} for each in whole]
+    folder = write(tmp_path / "dumps", {0: whole, 1: damaged, 2: whole})
+    [note] = [each for each in import_dumps(folder, tmp_path / "run").notes if "Rank 1" in each]
+    assert "lists 2 collectives, but none with a valid `record_id`" in note
+    with pytest.raises(CorruptFileError, match="lists 2 collectives"):
+        import_dumps(folder / "nccl_trace_rank_1", tmp_path / "other")
+
+
+def _gloo(number: int, function: str, **fields: Any) -> dict[str, Any]:
+    frame = {"name": function, "filename": "/x/site-packages/torch/distributed/c10d.py", "line": 1}
+    frames = [frame, *FSDP_FRAMES[1:]] if function else []
+    return entry(number, profiling_name="gloo:all_reduce", frames=frames, **fields)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        ("reduce_scatter_single", EventKind.REDUCE_SCATTER),
+        ("_reduce_scatter_base", EventKind.REDUCE_SCATTER),
+        ("all_reduce", EventKind.ALL_REDUCE),
+        ("", EventKind.ALL_REDUCE),
+    ],
+)
+def test_a_reduce_scatter_of_gloo_is_known_by_its_stack(tmp_path, function, kind) -> None:
+    folder = write(tmp_path / "dumps", {0: [_gloo(0, function)]})
+    [each] = read_dump(folder / "nccl_trace_rank_0").collectives
+    assert each.kind is kind
+
+
+def test_ranks_without_stacks_issue_the_same_reduce_scatter(tmp_path: Path) -> None:
+    dumps = {0: [_gloo(0, "reduce_scatter_single")], 1: [_gloo(0, "")], 2: [_gloo(0, "")]}
+    assert diagnose_dumps(write(tmp_path / "dumps", dumps)).difference is None
+
+
+def test_the_device_units_and_steps_of_a_dump_are_unknown(tmp_path: Path) -> None:
+    folder = write(tmp_path / "dumps", {key: [entry(0)] for key in range(3)})
+    import_dumps(folder, tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    summary = measure_summary(run)
+    assert describe_run(summary) == "3 ranks · nccl"
+    assert describe_sharding(run.manifest) == ""
+    assert not run.manifest.is_kernel_trace
+    assert summary.verdict.sentence == "The limit is unknown: the import has no timed step."
+    assert "more steps" not in "".join(summary.verdict.next_steps)
 
 
 @pytest.mark.parametrize("version", ["1.5", "3.0", None])

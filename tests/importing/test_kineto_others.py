@@ -119,6 +119,27 @@ def test_marks_are_steps_unless_the_whole_trace_is_asked_for(tmp_path):
     assert steps.duration_ns.tolist() == [390_000, 1_000_000]
 
 
+@pytest.mark.parametrize(
+    ("updates", "said"),
+    [
+        ((350, 750, 950), "It has 3 optimizer steps. Mark each step with prof.step()"),
+        ((), "It may have several steps. Mark each step with prof.step()"),
+        ((350,), ""),
+    ],
+)
+def test_a_trace_without_marks_is_one_step_and_that_is_noted(tmp_path, updates, said):
+    trace = TraceWriter()
+    fsdp2_step(trace)
+    trace.events = [each for each in trace.events if "Optimizer" not in each["name"]]
+    for start in updates:
+        trace.annotate("Optimizer.step#AdamW.step", start, start + 30)
+        trace.annotate("## optimizer ##", start, start + 20)
+    notes = import_traces(trace.write(tmp_path / "trace.json"), tmp_path / "run").notes
+    found = [note for note in notes if "no marks of steps" in note]
+    assert len(found) == bool(said)
+    assert said in "".join(found)
+
+
 def test_marks_that_are_not_there_cannot_be_asked_for(tmp_path):
     trace = TraceWriter()
     fsdp2_step(trace)

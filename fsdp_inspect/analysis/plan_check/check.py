@@ -36,9 +36,9 @@ from fsdp_inspect.formatting import (
     listed,
     plural,
 )
-from fsdp_inspect.trace.codes import EventKind, Phase
+from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
 from fsdp_inspect.trace.plan import Plan
-from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource
+from fsdp_inspect.trace.run import RankRecord, RunManifest, RunSource, Unit
 from fsdp_inspect.trace.tables import EventTable
 
 MOST_STEPS = 20
@@ -119,20 +119,38 @@ def check_plan(run: RunSource) -> PlanCheck:
         return _unknown(manifest, reason)
     rank = run.ranks[0].rank
     before = [step for step in selection.detailed if step <= steps[-1]]
-    events = run.events(rank, steps=before, kinds=(EventKind.STEP, *PASS_KINDS, *COUNTED_KINDS))
+    kinds = (EventKind.STEP, EventKind.OPTIMIZER, *PASS_KINDS, *COUNTED_KINDS)
+    events = run.events(rank, steps=before, kinds=kinds)
     own = set(events.step[events.kind == EventKind.STEP].tolist())
     observed = ObservedCollectives(events, [step for step in steps if step in own])
-    if observed.has_passes:
-        checked = _check(manifest, rank, observed)
+    loop: LoopFacts | None
+    if observed.has_passes and not _are_groups_known(manifest, events):
+        reason = (
+            "the trace does not name the process groups of some collectives, so the number of "
+            "shards and the expected collectives are unknown"
+        )
+        checked = _unknown(manifest, reason)
+        loop = _describe_loop(observed, ())
+    elif observed.has_passes:
+        checked = _check(run, rank, observed)
         loop = checked.loop
     else:
         checked = _unknown(manifest, "the run does not record forward and backward of its units")
         loop = _count_backwards(manifest, events, observed.steps)
     if loop is not None and loop.adds_up:
         adds_up = _have_like_forwards(events, observed.steps)
+        if manifest.source == "imported":
+            adds_up = adds_up and _have_one_update(events, observed.steps)
         is_part = _reads_fewer_batches(run.ranks[0], loop.microbatches)
         loop = replace(loop, adds_up=adds_up and not is_part)
     return replace(checked, loop=loop)
+
+
+def _are_groups_known(manifest: RunManifest, events: EventTable) -> bool:
+    """Whether the number of ranks of each collective of a unit is known, as always if recorded."""
+    known = [group.index for group in manifest.process_groups if group.ranks]
+    own = events.group[(events.unit != NO_UNIT) & np.isin(events.kind, COUNTED_KINDS)]
+    return manifest.source != "imported" or bool(np.isin(own, known).all())
 
 
 def _reads_fewer_batches(record: RankRecord, num_backwards: int) -> bool:
@@ -174,7 +192,8 @@ def _unknown(manifest: RunManifest, reason: str) -> PlanCheck:
     )
 
 
-def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> PlanCheck:
+def _check(run: RunSource, rank: int, observed: ObservedCollectives) -> PlanCheck:
+    manifest = run.manifest
     plan, complaint = _read_plan(manifest)
     plans = {unit.name: unit for unit in plan.units} if plan else {}
     roots = find_fsdp_roots(manifest)
@@ -193,7 +212,9 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
         *(_check_prefetch(plan, manifest, observed) if plan else ()),
     ]
     totals = tuple(_total(counts, kind) for kind in COUNTED_KINDS)
-    result = _phrase_result(totals, wrong, num_steps=len(observed.steps), num_units=len(counts))
+    idle = [each.unit for each in counts if len(observed.passes_of(each.unit.index)) == 0]
+    num_units = len(counts) - len(idle)
+    result = _phrase_result(totals, wrong, num_steps=len(observed.steps), num_units=num_units)
     notes = [_as_note(each, few) for each in deviations if few]
     if notes and not wrong:
         result = f"The run follows its plan, except in {few}. {_phrase_finding(notes[0])}"
@@ -210,7 +231,7 @@ def _check(manifest: RunManifest, rank: int, observed: ObservedCollectives) -> P
             *notes,
             *_prefetched_in_vain(counts, num_steps=len(observed.steps)),
             *_remarks(counts),
-            *_unused_units(counts, observed),
+            *_unused_units(run, idle),
             *find_waste(manifest),
         ),
     )
@@ -410,6 +431,25 @@ def _have_like_forwards(events: EventTable, steps: Collection[int]) -> bool:
     )
 
 
+def _have_one_update(events: EventTable, steps: Collection[int]) -> bool:
+    """Whether each step shows an update, and none between its backwards.
+
+    A trace without marks of steps is one step with several updates.
+    """
+    for step in steps:
+        own = events.where(events.step == step)
+        updates = own.start_ns[own.kind == EventKind.OPTIMIZER]
+        backwards = own.where(own.kind == EventKind.BACKWARD)
+        is_last = backwards.microbatch == backwards.microbatch.max(initial=0)
+        if len(updates) == 0:
+            return False
+        if len(backwards):
+            first, last = backwards.start_ns.min(), backwards.start_ns[is_last].min()
+            if np.any((first < updates) & (updates < last)):
+                return False
+    return True
+
+
 def _most_frequent(counts: Iterable[int]) -> int:
     """The count of most steps, the largest of several; a step of another kind may have more."""
     found = Counter(counts)
@@ -503,12 +543,19 @@ def _find_unprefetched(
 # --- sentences
 
 
-def _unused_units(
-    counts: Sequence[UnitCount], observed: ObservedCollectives
-) -> Iterator[PlanFinding]:
-    unused = [count.unit.fqn for count in counts if len(observed.passes_of(count.unit.index)) == 0]
+def _unused_units(run: RunSource, idle: Sequence[Unit]) -> Iterator[PlanFinding]:
+    """Find units that no rank runs in any step, of those that are idle in the checked steps.
+
+    The units of an import come from its events, so each of them runs on some rank.
+    """
+    if run.manifest.source == "imported" or not idle:
+        return
+    ran = {*np.unique(run.summary(kinds=PASS_KINDS).unit).tolist()}
+    unused = [unit.fqn for unit in idle if unit.index not in ran]
     if unused:
-        yield PlanFinding("", tuple(unused), False, "never runs, so its shards only use memory")
+        runs = "never runs, so its shards" if len(unused) == 1 else "never run, so their shards"
+        sentence = f"{runs} only use memory"
+        yield PlanFinding("", tuple(unused), False, sentence)
 
 
 def _phrase_result(

@@ -113,6 +113,12 @@ class Replay:
         starts = [program.start_ns for program in self._programs.values()]
         return _step_time(ends.max(axis=0).tolist(), min(starts))
 
+    @property
+    def connects_ranks(self) -> bool:
+        """Whether two ranks share a collective, so that one of them can wait for the other."""
+        of_ranks = [{*self._keys(each, each.rank)} - {NO_KEY} for each in self._programs.values()]
+        return len(set().union(*of_ranks)) < sum(map(len, of_ranks))
+
     def step_time_ns(
         self, donors: Mapping[int, int] | None = None, *, only: int | None = None
     ) -> int | None:
@@ -519,7 +525,7 @@ class RankPricing:
         self._replays = [Replay(run, of_window) for of_window in compress(programs, whole)]
         self._replayed_ns: list[int] = []
         """The replayed step of each window, if `result` is known."""
-        if len(self._ranks) > 1:
+        if any(replay.connects_ranks for replay in self._replays):
             self._price_all([step for steps in compress(windows, whole) for step in steps])
 
     def without(self, ranks: Collection[int]) -> ReplayedCost | None:

@@ -266,7 +266,8 @@ class Ranks(TableResult):
     sampled_ranks: tuple[int, ...]
     sampled_steps: tuple[int, ...]
     clock_uncertainty_ns: int | None
-    """Largest uncertainty between two sampled ranks; None if fewer than two are aligned."""
+    """Largest uncertainty between two sampled ranks; None if no collective of two aligned ranks
+    matches."""
     refusals: tuple[str, ...]
     """Unknown results with the reason, one sentence each."""
 
@@ -354,6 +355,8 @@ def _measure_ranks(run: RunSource) -> Ranks:
     refusal = refusal or group_refusal
     if not (priced or slow_group or refusal):
         refusal = trust.refuse_no_straggler(is_replayed=pricing.result is not None)
+        if refusal is None and len(rows) > 1 and not len(arrivals) and pricing.result is None:
+            refusal = "no collective of two ranks matches."
     if run.manifest.lacks_kernels:
         priced, slow_group = None, None
         refusal = "the traces show no work of the devices."
@@ -372,7 +375,7 @@ def _measure_ranks(run: RunSource) -> Ranks:
         num_recorded=len(here),
         sampled_ranks=tuple(sample),
         sampled_steps=tuple(sampled_steps),
-        clock_uncertainty_ns=alignment.uncertainty_ns if len(alignment.ranks) > 1 else None,
+        clock_uncertainty_ns=alignment.uncertainty_ns if len(evidence.aligned) else None,
         refusals=(*alignment.refusals.values(), *pricing.refusals),
     )
 

@@ -70,6 +70,7 @@ from fsdp_inspect.store.reduction.order_wording import shorten_place
 __all__ = [
     "BY_SIMULATION",
     "COMPARE_PLANS",
+    "NO_STEPS",
     "STRAGGLER_RATIO",
     "UNKNOWN",
     "HighestMoment",
@@ -145,6 +146,14 @@ UNKNOWN = Verdict(
     "The limit is unknown: the run has no timed step.",
     "A timed step is a completed step that is not a warm-up, memory or numerics step.",
     ("Record more steps.",),
+)
+
+
+NO_STEPS = Verdict(
+    Limit.UNKNOWN,
+    "The limit is unknown: the import has no timed step.",
+    "Flight recorder dumps and memory snapshots have no times of steps.",
+    ("For times, record the job with fsdp_inspect.Recorder, or import torch.profiler traces.",),
 )
 
 

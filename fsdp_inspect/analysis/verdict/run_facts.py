@@ -24,6 +24,7 @@ from fsdp_inspect.analysis.provenance import Provenance
 from fsdp_inspect.analysis.step_selection import inspected_rank
 from fsdp_inspect.analysis.trust import Trust
 from fsdp_inspect.analysis.verdict import (
+    NO_STEPS,
     UNKNOWN,
     HighestMoment,
     OtherPart,
@@ -118,7 +119,7 @@ def judge(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
 def _judge_speed(answers: Answers) -> tuple[Verdict, tuple[RankVerdict, ...]]:
     headline = answers.breakdown.headline
     if headline is None:
-        return UNKNOWN, ()
+        return (NO_STEPS if answers.manifest.source == "imported" else UNKNOWN), ()
     doubt = find_doubt(answers.manifest, headline)
     if doubt is not None:
         return doubt, ()

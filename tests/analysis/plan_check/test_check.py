@@ -49,8 +49,8 @@ def train(
                 now += 20
 
 
-def trained(*, num_steps=2, reshard=True, plan=None, manifest=(), **step):
-    builder = RunBuilder(units=BLOCKS, plan=plan or {}, **dict(manifest))
+def trained(*, num_steps=2, reshard=True, plan=None, manifest=(), spare=(), **step):
+    builder = RunBuilder(units=(*BLOCKS, *spare), plan=plan or {}, **dict(manifest))
     for unit in BLOCKS:
         builder.unit(unit, reshard_after_forward=reshard)
     for number in range(num_steps):
@@ -398,15 +398,49 @@ def test_a_module_with_units_on_several_meshes_prefetches_with_each(issuer, is_l
     assert [found.fqns for found in late] == [("layers.1",)] * is_late
 
 
-def test_a_unit_that_never_runs_costs_memory_and_contradicts_nothing():
-    builder = trained(manifest={"model": ModelInfo(num_parameters=300)})
-    spare = {"index": 2, "fqn": "spare"}
-    builder.units["spare"] = builder.units["layers.0"].model_copy(update=spare)
-    check = check_plan(builder.build())
+@pytest.mark.parametrize(
+    ("spare", "sentence"),
+    [
+        (("spare",), "never runs, so its shards only use memory"),
+        (("spare", "more"), "never run, so their shards only use memory"),
+    ],
+)
+def test_a_unit_that_never_runs_costs_memory_and_contradicts_nothing(spare, sentence):
+    model = {"model": ModelInfo(num_parameters=200 + 100 * len(spare))}
+    check = check_plan(trained(manifest=model, spare=spare).build())
     assert check.is_consistent is True
-    assert [(f.fqns, f.sentence) for f in check.findings] == [
-        (("spare",), "never runs, so its shards only use memory")
-    ]
+    assert [(f.fqns, f.sentence) for f in check.findings] == [(spare, sentence)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "step"), [(1, 0), (0, 30)], ids=["on another rank", "in a later step"]
+)
+def test_a_unit_that_runs_elsewhere_does_run(rank, step):
+    model = {"model": ModelInfo(num_parameters=300)}
+    builder = trained(num_steps=60, manifest=model, spare=("expert",))
+    builder.rank(1).step(0, 0, 1000)
+    builder.rank(rank).forward("expert", 1000 * step + 300, 1000 * step + 310, step=step)
+    assert check_plan(builder.build()).findings == ()
+
+
+def test_a_unit_of_an_import_comes_from_an_event_so_it_runs():
+    """Rank 1 is another pipeline stage. A unit of DDP has no passes at all."""
+    imported = {"source": "imported", "model": ModelInfo(num_parameters=400)}
+    builder = trained(manifest=imported, spare=("layers.2", "all_reduce 1.25 MiB"))
+    train(builder.rank(1), 0, units=("layers.2",))
+    check = check_plan(builder.build())
+    assert check.findings == ()
+    assert "12 collectives in 2 checked steps of 2 units" in check.sentence
+
+
+@pytest.mark.parametrize(("updates", "adds_up"), [((500,), True), ((85, 500), False), ((), False)])
+def test_backwards_of_an_import_are_microbatches_of_one_update(updates, adds_up):
+    """A trace without marks of steps is one step with all updates of the trace."""
+    builder = trained(num_steps=1, manifest={"source": "imported"}, microbatches=2)
+    for start in updates:
+        builder.rank(0).add(EventKind.OPTIMIZER, start, start + 5, phase=Phase.OPTIMIZER)
+    loop = check_plan(builder.build()).loop
+    assert (loop.microbatches, loop.adds_up) == (2, adds_up)
 
 
 def test_a_long_run_is_checked_in_its_first_steps():
@@ -444,6 +478,16 @@ def test_a_step_that_the_rank_did_not_finish_is_not_counted():
     rank.all_gather("layers.0", 2000, 2005, step=2, bytes=MESSAGE_BYTES)
     check = check_plan(builder.build())
     assert (check.steps, check.is_consistent) == ((0, 1), True)
+
+
+@pytest.mark.parametrize("group", [-1, 5], ids=["no group", "a group of unknown size"])
+def test_an_import_with_unnamed_process_groups_is_not_judged(group):
+    """Traces of gloo name no groups, so with several groups the number of shards is unknown."""
+    builder = trained(manifest={"source": "imported"}, group=group, microbatches=2)
+    check = check_plan(builder.build())
+    assert check.is_consistent is None
+    assert "does not name the process groups" in check.sentence
+    assert check.loop.microbatches == 2
 
 
 def test_an_imported_run_without_passes_is_not_judged():

@@ -204,6 +204,27 @@ def test_a_rank_that_is_hardly_late_is_no_straggler():
     assert (ranks.straggler, ranks.straggler_refusal) == (None, None)
 
 
+@pytest.mark.parametrize("groups", [(-1, -1), (0, 1)], ids=["unnamed", "of each rank alone"])
+def test_ranks_whose_collectives_do_not_match_are_not_compared(groups):
+    """The traces of an import may be of two runs, or name no process groups."""
+    builder = RunBuilder(world_size=2)
+    for number, group in enumerate(groups):
+        rank = builder.rank(number)
+        rank.record = {"host": "a"}
+        for step in range(6):
+            start, length = 1000 * step, 100 + 60 * (number ^ step % 2)
+            rank.step(step, start, start + length)
+            rank.forward("layers.0", start, start + length - 10)
+            more = {"need": start + length - 10, "sequence": step, "group": group}
+            rank.all_gather("layers.0", start + length - 10, start + length, **more)
+    ranks = measure_ranks(builder.build())
+    assert (ranks.replay, ranks.clock_uncertainty_ns) == (None, None)
+    assert ranks.straggler_refusal == "no collective of two ranks matches."
+    assert describe_answer(ranks) == (
+        "It is unknown whether there is a straggler: no collective of two ranks matches.",
+    )
+
+
 def test_a_rank_without_a_timed_step_is_not_a_rank_without_files():
     builder = RunBuilder(world_size=2)
     builder.rank(0).step(0, 0, 10)
