@@ -908,6 +908,10 @@ class _Case:
                 location=self._location_of(away[0]),
                 wait=wait,
             )
+        if self._is_imported and len(wait.waiting) < len(wait.members):
+            # A rank that has finished it shows that all have joined.
+            unknown = Unknown.TIME_OF_DUMP
+            return self._make(Status.CANNOT_TELL, None, is_certain=False, unknown=unknown)
         silent = tuple(rank for rank in wait.waiting if self._does_not_answer(rank))
         race = None if silent else self._find_race(wait.communicator)
         problem = ProblemClass.RANK_LATE if silent else ProblemClass.TRANSPORT_STUCK

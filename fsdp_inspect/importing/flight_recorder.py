@@ -8,6 +8,7 @@ A dump lists the last collectives of one rank. NCCL writes it when its watchdog 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.errors import CorruptFileError, FsdpInspectError, ImportingError, NotARunError
-from fsdp_inspect.formatting import format_numbers
+from fsdp_inspect.formatting import format_numbers, format_ranks
 from fsdp_inspect.importing.flight_recorder_file import Collective, Dump, read_dump
 from fsdp_inspect.importing.message_labels import ModelParts
 from fsdp_inspect.importing.model_units import NamedUnits, assign_units, name_units
@@ -102,6 +103,12 @@ def import_dumps(
     if not all(dump.has_stacks for dump in dumps.values()):
         dumps = {rank: dump.without_stacks() for rank, dump in dumps.items()}
     members = _members(dumps)
+    dumps, behind = _without_unstarted(dumps)
+    if behind:
+        notes.append(
+            f"Collectives are left out that {format_ranks(behind)} issued, and that the device had "
+            "not started: it was in earlier work, while other ranks had started them."
+        )
     world_size = _world_size(dumps, members)
     latest_ns = max(each.time_ns for dump in dumps.values() for each in dump.collectives)
     notes = [*_general_notes(), *notes, *_notes_of_times(dumps)]
@@ -192,6 +199,39 @@ def _read_all(files: dict[int, Path]) -> tuple[dict[int, Dump], list[str]]:
             raise first_error
         raise CorruptFileError(f"No dump can be read. {' '.join(notes)}")
     return dumps, notes
+
+
+def _without_unstarted(dumps: dict[int, Dump]) -> tuple[dict[int, Dump], list[int]]:
+    """Cut what the device of a rank had not reached, and other devices had started.
+
+    Returns:
+        The dumps, and the ranks of which something is cut.
+    """
+    running: dict[str, int] = {}
+    ended: dict[str, int] = {}  # all ranks have joined these: a dump without them is older
+    for dump in dumps.values():
+        for each in dump.collectives:
+            if each.has_started and each.kind is not EventKind.POINT_TO_POINT:
+                last = ended if each.completed_ns else running
+                last[each.group] = max(last.get(each.group, -1), each.sequence)
+    kept, behind = dict(dumps), []
+    for rank, dump in dumps.items():
+        cut: dict[str, int] = {}
+        for each in dump.unfinished():
+            is_joined = each.sequence <= ended.get(each.group, -1)
+            is_running = each.sequence <= running.get(each.group, -1)
+            if is_running and not (each.has_started or is_joined):
+                cut.setdefault(each.group, each.sequence)
+        rest = tuple(
+            each
+            for each in dump.collectives
+            if each.kind is EventKind.POINT_TO_POINT
+            or each.sequence < cut.get(each.group, sys.maxsize)
+        )
+        if cut and rest:
+            kept[rank] = replace(dump, collectives=rest)
+            behind.append(rank)
+    return kept, behind
 
 
 def _members(dumps: dict[int, Dump]) -> dict[str, tuple[int, ...]]:

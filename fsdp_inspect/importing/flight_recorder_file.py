@@ -53,6 +53,8 @@ class Collective:
     """Wall time of the issue."""
     completed_ns: int
     """Wall time at which the end was seen; 0: not seen."""
+    has_started: bool
+    """Whether its start on the device was seen. NCCL looks with TORCH_NCCL_ENABLE_TIMING only."""
     phase: Phase
     place: CodePlace | None
     """The user's line; None without a stack."""
@@ -81,6 +83,12 @@ class Dump:
             for each in self.collectives
         )
         return replace(self, collectives=tuple(plain))
+
+    def unfinished(self) -> Iterator[Collective]:
+        """The collectives whose end was not seen, without point-to-point messages."""
+        for each in self.collectives:
+            if not each.completed_ns and each.kind is not EventKind.POINT_TO_POINT:
+                yield each
 
     def ordered(self, group: str) -> list[Collective]:
         """The collectives of a group, without point-to-point messages."""
@@ -188,6 +196,7 @@ def _parse(entry: Mapping[str, Any]) -> tuple[int, Collective] | None:
         dtype=dtype,
         time_ns=time_ns,
         completed_ns=completed,
+        has_started=entry.get("state") == "started" or completed > 0,
         phase=_phase(frames),
         place=_place(frames),
         has_stack=bool(frames),

@@ -63,6 +63,30 @@ def test_ranks_that_all_wait_may_make_progress(tmp_path: Path) -> None:
     assert any("dump again after a minute" in each for each in describe_diagnosis(found).next)
 
 
+def test_the_rank_whose_device_has_not_started_a_collective_is_late(tmp_path: Path) -> None:
+    queued = WAITING | {"state": "scheduled", "time_discovered_started_ns": None}
+    waits = [entry(0), entry(1, **WAITING), entry(2, **queued)]
+    behind = [entry(0), entry(1, **queued), entry(2, **queued)]
+
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: waits, 1: waits, 2: behind}))
+
+    assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (2,), False)
+    assert "Rank 2 never reached all-gather 2" in describe_diagnosis(found).sentence
+    notes = " ".join(read_run(tmp_path / "run").manifest.notes)
+    assert "that rank 2 issued, and that the device had not started" in notes
+
+
+@pytest.mark.parametrize("state", ["started", "scheduled"])
+def test_a_collective_that_one_rank_has_finished_shows_no_standstill(tmp_path: Path, state) -> None:
+    """A rank finishes it after all have joined it, so the other dumps are older."""
+    waits = [entry(0), entry(1, **WAITING | {"state": state})]
+    done = [entry(0), entry(1)]
+
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: done, 1: waits, 2: waits}))
+
+    assert (found.status, found.unknown) == (Status.CANNOT_TELL, Unknown.TIME_OF_DUMP)
+
+
 def test_the_rank_that_did_not_issue_a_collective_is_late(tmp_path: Path) -> None:
     done = [entry(0), entry(1)]
     waiting = [*done, entry(2, **WAITING)]
