@@ -53,12 +53,12 @@ class Collective:
     """Wall time of the issue."""
     completed_ns: int
     """Wall time at which the end was seen; 0: not seen."""
-    has_started: bool
-    """Whether its start on the device was seen. NCCL looks with TORCH_NCCL_ENABLE_TIMING only."""
     phase: Phase
     place: CodePlace | None
     """The user's line; None without a stack."""
     has_stack: bool
+    has_started: bool = False
+    """Whether its start on the device was seen. NCCL looks with TORCH_NCCL_ENABLE_TIMING only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,9 @@ _COPY_OPERATORS = {
     "fsdp::split_with_sizes_copy": EventKind.ALL_GATHER_COPY_OUT,
     "fsdp::chunk_cat": EventKind.REDUCE_SCATTER_COPY_IN,
 }
-_NO_COMPUTE = ("c10d::", "autograd::", "gloo:", "record_param_comms")
+_NO_COMPUTE = ("c10d::", "_c10d_functional", "autograd::", "gloo:", "record_param_comms")
+_FUNCTIONAL_WAIT = "_c10d_functional::wait_tensor"
+"""The operator in which a thread waits for a functional collective, as of a `DTensor`."""
 _RESULT_COPY = "aten::copy_"
 """The last operator of gloo's reduce-scatter: the waiting thread copies its part of the result."""
 
@@ -236,7 +238,8 @@ class HostRows:
         """The wait for a synchronous collective begins at its call, else at the copy-out.
 
         A collective is synchronous if the range around its call ends after the collective. Outside
-        all ranges, it is synchronous if the thread ran no other operator before its end.
+        all ranges, it is synchronous if the thread ran no other operator before its end. The wait
+        for a functional collective is an operator of its own.
         """
         comms, ranges = self.comms, self.ranges
         around = ranges.around(comms.thread, comms.issue_ns, RangeKind.ALL_GATHER, RangeKind.REDUCE)
@@ -246,7 +249,10 @@ class HostRows:
         end_ns = np.where(blocks_in_range & (comms.kind == EventKind.ALL_GATHER), range_end, 0)
         end_ns = np.where(blocks_in_range & is_reduction, self._result_ends(range_end), end_ns)
         blocks = blocks_in_range | ((around == NOWHERE) & self._is_idle_meanwhile())
-        need = np.where(blocks, comms.issue_ns, self._copy_out_starts(owners))
+        began, waited = self._functional_waits(owners)
+        end_ns = np.maximum(end_ns, waited)
+        later = np.maximum(self._copy_out_starts(owners), began)
+        need = np.where(blocks, comms.issue_ns, later)
         method = np.where(blocks, Method.HOST_BLOCKING, Method.MEASURED)
         return TraceWaits(
             need_ns=need,
@@ -267,6 +273,24 @@ class HostRows:
             known = place < len(times)
             starts[mine[known]] = times[place[known]]
         return starts
+
+    def _functional_waits(self, owners: Owners) -> tuple[Int64Array, Int64Array]:
+        """The start and end of the wait in which each collective of no unit ended; -1: none."""
+        began = np.full(len(self.comms), MISSING_INT, dtype=np.int64)
+        ended = began.copy()
+        waits = operators_named(self.trace, _FUNCTIONAL_WAIT)
+        foreign = owners.unit == NO_UNIT
+        for thread in np.unique(waits.thread).tolist():
+            mine = np.flatnonzero(foreign & (self.comms.thread == thread))
+            own = waits.where(waits.thread == thread)
+            own = own.where(np.argsort(own.start_ns, kind="stable"))
+            place = np.searchsorted(own.start_ns, self.comms.end_ns[mine], side="right") - 1
+            is_last = own.end_ns[np.maximum(place, 0)] >= self.comms.end_ns[mine]
+            is_own = own.start_ns[np.maximum(place, 0)] >= self.comms.issue_ns[mine]
+            found = (place >= 0) & is_last & is_own
+            began[mine[found]] = own.start_ns[place[found]]
+            ended[mine[found]] = own.end_ns[place[found]]
+        return began, ended
 
     def _result_ends(self, limit: Int64Array) -> Int64Array:
         """The end of the waiting thread's first copy after the end of each collective."""

@@ -122,3 +122,34 @@ def test_several_groups_of_a_module_are_units_of_their_own(tmp_path):
     units = open_run(tmp_path / "run").manifest.units
     assert [unit.fqn for unit in units] == [f"layers.0.experts [pg={size}]" for size in (2, 8)]
     assert units[0].modules == ["layers.0.experts"]
+
+
+@pytest.mark.parametrize(
+    ("waits", "exposed_us"),
+    [
+        pytest.param((60, 82), 22, id="it waits for the end"),
+        pytest.param((84, 85), None, id="it has ended before"),
+        pytest.param(None, None, id="nothing shows a wait"),
+    ],
+)
+def test_the_wait_of_a_functional_collective_is_an_operator(tmp_path, waits, exposed_us):
+    trace = TraceWriter()
+    trace.beside["distributedInfo"]["backend"] = "gloo"
+    trace.annotate("ProfilerStep#1", 0, 200)
+    trace.annotate("FSDP::pre_forward (layers.0)", 10, 40)
+    trace.annotate("FSDP::all_gather (layers.0)", 12, 30)
+    trace.operator("c10d::_allgather_base_", 14, 16)
+    trace.annotate("gloo:all_gather", 15, 28, thread=12)
+    trace.operator("c10d::allreduce_", 50, 52)
+    trace.annotate("gloo:all_reduce", 53, 80, thread=12)
+    trace.operator("aten::mm", 52, 60)
+    if waits:
+        trace.operator("_c10d_functional::wait_tensor", *waits)
+    trace.operator("aten::mm", 90, 100)
+    trace.write(tmp_path / "rank0.json")
+    import_traces(tmp_path / "rank0.json", tmp_path / "run")
+
+    events = open_run(tmp_path / "run").events(0)
+    [at] = (events.kind == EventKind.ALL_REDUCE).nonzero()[0]
+    need, end = int(events.need_ns[at]), int(events.end_ns[at])
+    assert (None if need == -1 else max(end - need, 0) / 1000) == exposed_us
