@@ -32,6 +32,8 @@ _STYLES = {
     CheckOutcome.UNTOLD: "yellow",
 }
 _MOST_SETTINGS = 12
+_SHORT = {CheckOutcome.UNTOLD.value: "unknown"}
+"""Outcomes in a table of 80 columns."""
 _METRIC_HEADS = ("metric", "before", "after", "change", "allowed", "<")
 _LINE_HEADS = ("what", "units", "line", "now", "storages")
 _GROWTH_HEADS = ("what", "units", "before", "after", "change")
@@ -187,7 +189,7 @@ def render_check(result: CheckResult) -> Iterator[RenderableType]:
         yield Text(f"  {line}")
     if result.metrics:
         styled: list[list[str | Text]] = [
-            [*row, Text(outcome, style=_STYLES[CheckOutcome(outcome)])]
+            [*row, Text(_SHORT.get(outcome, outcome), style=_STYLES[CheckOutcome(outcome)])]
             for *row, outcome in _metric_rows(result)
         ]
         yield from section("Metrics", table_of(_METRIC_HEADS, styled))

@@ -42,6 +42,7 @@ from fsdp_inspect.comparison.noise import (
     judge_times,
 )
 from fsdp_inspect.comparison.settings import SettingDifference, compare_settings
+from fsdp_inspect.formatting import plural
 from fsdp_inspect.results import Result
 from fsdp_inspect.statistics import median
 from fsdp_inspect.trace.codes import MemoryCategory
@@ -207,8 +208,9 @@ def check_run(
         )
         others = tuple(_explain_others(reading, baseline, phase, of_memory))
         if not causes:  # the increase can follow from another plan, and nothing shows it
-            reasons += _other_plan(baseline, reading)
-            outcome = CheckOutcome.UNTOLD if reasons else outcome
+            of_plan = list(_other_plan(baseline, reading))
+            reasons += of_plan
+            outcome = CheckOutcome.UNTOLD if of_plan else outcome
     return CheckResult(
         outcome=outcome,
         exit_code=EXIT_CODES[outcome],
@@ -521,7 +523,7 @@ def _default_limit(name: str, reading: GateMeasurements, baseline: Baseline | No
         return GateLimit(f"+{DEFAULT_RATIO:.0%}", beyond=rounding, beyond_ratio=DEFAULT_RATIO)
     ratio = max(TIMES_THE_RANGE * learned / before, LEAST_LEARNED)
     return GateLimit(
-        f"+{100 * ratio:.2g}%, learned from {baseline.num_memory_runs} runs",
+        f"+{100 * ratio:.2g}% ({plural(baseline.num_memory_runs, 'run')})",
         beyond=rounding,
         beyond_ratio=ratio,
     )

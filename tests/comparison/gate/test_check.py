@@ -40,6 +40,21 @@ def test_memory_of_a_recorded_run_may_grow_by_one_percent(reading, by, outcome):
     assert result.outcome == outcome
 
 
+def test_memory_without_a_cause_is_a_regression_beside_a_time_that_cannot_be_judged(reading):
+    times = tuple(100e6 + 1e6 * run for run in range(5))
+    recorded = dataclasses.replace(
+        changed(reading, source="recorded"), times={"step_time_ns": times}
+    )
+    another = dataclasses.replace(recorded, times={"step_time_ns": (108e6,)})
+
+    result = check_run(changed(another, 1.08), make_baseline(recorded))
+
+    outcomes = {one.outcome for one in result.metrics}
+    assert outcomes >= {CheckOutcome.UNTOLD, CheckOutcome.REGRESSION}
+    assert (result.outcome, result.exit_code, result.causes) == (CheckOutcome.REGRESSION, 1, ())
+    assert "step_time_ns changed" in result.reasons[0]
+
+
 def test_four_more_bytes_are_no_regression_of_a_recorded_run(reading):
     recorded = changed(reading, source="recorded")
     memory = {name: amount + 4 for name, amount in recorded.memory.items()}
@@ -62,7 +77,7 @@ def test_a_baseline_of_several_runs_learns_its_tolerance(reading, spread, limit)
     within = check_run(changed(recorded, allowed - 0.0005), baseline)
     beyond = check_run(changed(recorded, allowed + 0.002), baseline)
 
-    assert {one.limit for one in within.metrics} == {f"{limit}, learned from 4 runs"}
+    assert {one.limit for one in within.metrics} == {f"{limit} (4 runs)"}
     assert within.outcome is CheckOutcome.PASSES
     assert beyond.outcome is CheckOutcome.REGRESSION
 
