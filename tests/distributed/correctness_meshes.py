@@ -223,6 +223,17 @@ def tensor_parallel_dropout_of_each_rank(folder: Path) -> None:
     train(folder, model, batches(seed=1 + mesh.get_local_rank("dp")))
 
 
+@loop(note="Tensor-parallel ranks 0-1 hold different values.")
+def tensor_parallel_seed_of_each_rank(folder: Path) -> None:
+    """The first layer is not split, and made with a seed of each tensor-parallel rank."""
+    mesh = mesh_of("dp", "tp")
+    torch.manual_seed(mesh.get_local_rank("tp"))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 16))
+    parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    train(folder, model, batches(seed=1 + mesh.get_local_rank("dp")))
+
+
 @loop()
 def tensor_parallel_dropout_of_each_group(folder: Path) -> None:
     mesh = mesh_of("dp", "tp")

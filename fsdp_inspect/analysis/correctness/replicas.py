@@ -5,6 +5,7 @@
 - Proof: replicas differ before the first update, or differ for good although their gradients
   agree; a buffer keeps a value of its own on each rank of a model that is sharded or replicated;
   ranks that train the same parameters use different learning rates in each of the last updates.
+- Noted: tensor-parallel ranks hold other values of a parameter that they do not split as others.
 - Refuted by: buffers that the training changes, such as the statistics of BatchNorm, which may
   differ; ranks that train a model each; an optimizer whose parameters differ between ranks (ZeRO).
 """
@@ -19,7 +20,7 @@ from fsdp_inspect.analysis.correctness.samples import (
     differ,
     list_holders,
 )
-from fsdp_inspect.formatting import format_ranks, plural
+from fsdp_inspect.formatting import format_ranks, listed, plural
 from fsdp_inspect.trace.correctness import TrainingSeen
 
 _EXACT = 1e-9
@@ -35,6 +36,7 @@ def check_replicas(observed: Observed) -> Iterator[TrainingFault]:
         return
     replicas = [each for each in list_holders(observed) if each.parameter.is_replica]
     yield from _differ_first(replicas)
+    yield from _differ_beside_split(observed)
     rates = _rates_differ(observed)
     if rates is not None:
         yield rates
@@ -61,6 +63,35 @@ def _differ_first(replicas: Sequence[Holders]) -> Iterator[TrainingFault]:
         "checkpoint, or broadcast the parameters from one rank.",
         is_certain=True,
     )
+
+
+def _differ_beside_split(observed: Observed) -> Iterator[TrainingFault]:
+    """Note whole parameters of tensor-parallel ranks that differ."""
+    for ranks in observed.list_tensor_parallel():
+        seen = [observed.seen[rank] for rank in ranks if observed.seen[rank].updates]
+        names = [[each.name for each in one.parameters] for one in seen]
+        if len(seen) < len(ranks) or any(each != names[0] for each in names):
+            continue
+        parts = [{tuple(one.parameters[at].part) for one in seen} for at in range(len(names[0]))]
+        values = [{one.updates[0].digests[at] for one in seen} for at in range(len(names[0]))]
+        wrong = [
+            name
+            for name, part, value in zip(names[0], parts, values, strict=True)
+            if len(part) == 1 and len(value) > 1
+        ]
+        if wrong and any(len(part) > 1 for part in parts):
+            verb, them = ("differs", "it") if len(wrong) == 1 else ("differ", "them")
+            yield TrainingFault(
+                TrainingCheck.REPLICAS,
+                tuple(ranks),
+                f"Tensor-parallel {format_ranks(ranks)} hold different values.",
+                f"Before the first sampled update, {listed(wrong, 1)} {verb} between these "
+                f"ranks. No DTensor splits {them}, as it splits other parameters.",
+                "Make the model with one seed on all ranks, or broadcast these parameters from one "
+                "of them. If each rank holds a part of its own, ignore this.",
+                is_note=True,
+            )
+            return
 
 
 def _drift(replicas: Sequence[Holders]) -> Iterator[TrainingFault]:
