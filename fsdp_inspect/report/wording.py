@@ -85,7 +85,7 @@ def describe_run(heading: RunHeading) -> str:
             first = " at the start" if _unfreezes(heading) else ""
             model += f" ({format_count(identity.num_trainable_parameters)} trained{first})"
         if identity.is_stage:
-            model += " in one pipeline stage"
+            model += " on one pipeline rank"
     device = identity.device_name or identity.device_type
     facts = [ranks, identity.sharder, name_backend(heading.backend), device, model, loop, restarts]
     return " · ".join(fact for fact in facts if fact and fact != UNKNOWN)

@@ -122,6 +122,7 @@ def test_each_optimizer_that_changes_nothing_has_its_note() -> None:
     assert places(beside(5, 7), beside(5, 7)) == ["gan.py:5", "gan.py:7"]
     assert places(beside(5), beside(5)) == ["gan.py:5"]
     assert not places(beside(5), beside())
+    assert places(beside(5, 7), beside(7)) == ["gan.py:7"]
 
 
 def resumed(before: list[float], after: list[float]) -> InMemoryRun:

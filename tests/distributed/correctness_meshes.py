@@ -153,7 +153,7 @@ def hybrid_of_fsdp1(folder: Path) -> None:
     train(folder, model)
 
 
-@loop(mistake=IN_GROUPS)
+@loop(note=IN_GROUPS)
 def replicas_of_another_name(folder: Path) -> None:
     train(folder, shard(make_model(), mesh_of("rep", "fs")["fs"]))
 
@@ -269,6 +269,39 @@ def a_divide_factor_of_one_unit(folder: Path) -> None:
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         return loss_of(model, batch, reduction="sum") / (dist.get_world_size() * batch[1].numel())
+
+    train(folder, model, loss=loss)
+
+
+@loop()
+def a_divide_factor_that_changes_nothing(folder: Path) -> None:
+    model = shard(make_model())
+    model[0].set_force_sum_reduction_for_comms(True)
+    model[0].set_gradient_divide_factor(float(dist.get_world_size()))
+    train(folder, model)
+
+
+@loop(mistake="Gradients are 4 times the mean over the ranks.")
+def a_sum_in_one_unit(folder: Path) -> None:
+    model = shard(make_model())
+    model[0].set_force_sum_reduction_for_comms(True)
+    model[0].set_gradient_divide_factor(1.0)
+    train(folder, model)
+
+
+@loop()
+def stages_that_send_to_each_other(folder: Path) -> None:
+    """Stages of equal shape, whose messages use the group of all ranks."""
+    mesh = mesh_of("depth", "fs")
+    model = shard(make_model(), mesh["fs"])
+    rank = dist.get_rank()
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        if rank < 2:
+            dist.send(batch[0], rank + 2)
+        else:
+            dist.recv(batch[0], rank - 2)
+        return loss_of(model, batch)
 
     train(folder, model, loss=loss)
 

@@ -123,4 +123,4 @@ def test_the_parameters_of_a_pipeline_are_those_of_one_stage(mesh, dimension, ra
     fields = {"mesh": mesh, "process_groups": [group], "world_size": 4}
     staged = replace(run, manifest=run.manifest.model_copy(update=fields))
     said = describe_run(measure_run_heading(staged))
-    assert ("200 parameters in one pipeline stage" in said) is is_stage
+    assert ("200 parameters on one pipeline rank" in said) is is_stage

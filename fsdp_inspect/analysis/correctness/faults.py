@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from fsdp_inspect.analysis.context import remember
 from fsdp_inspect.results import Result
-from fsdp_inspect.trace.codes import StepPart
+from fsdp_inspect.trace.codes import EventKind, StepPart
 from fsdp_inspect.trace.correctness import TrainingSeen
 from fsdp_inspect.trace.run import RankRecord, RunSource
 
@@ -16,7 +16,7 @@ _WHOLE = frozenset({*DATA_DIMENSIONS, "world", "other", ""})
 
 _TENSOR = "tp"
 """The dimension of the mesh whose ranks split tensors."""
-_SEQUENCE = "cp"
+SEQUENCE = "cp"
 """The dimension whose ranks hold the same parameters, and other parts of a sequence."""
 _SPLIT = (_TENSOR, "ep", "pp")
 
@@ -65,8 +65,11 @@ class TrainingFault:
     @property
     def headline(self) -> str:
         """The sentence, hedged unless the fault is certain."""
+        if self.is_certain:
+            return self.sentence
         first, rest = self.sentence[:1], self.sentence[1:]
-        return self.sentence if self.is_certain else f"Probably: {first.lower()}{rest}"
+        is_acronym = rest[:1].isupper()  # FSDP, DDP
+        return f"Probably: {first if is_acronym else first.lower()}{rest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +136,22 @@ class Observed:
     def list_splitting(self) -> Set[str]:
         """The dimensions that may split the parameters; empty text: groups of the script.
 
-        A dimension of an unknown purpose may, if its groups exchange data or nothing is known.
+        A dimension of an unknown purpose may, if its groups exchange data or nothing is known. So
+        may all, if ranks send to each other, as stages do.
         """
         return remember(self.run, "dimensions that split parameters", self._find_splitting)
 
     def _find_splitting(self) -> Set[str]:
         manifest = self.run.manifest
-        rows = self.run.summary(ranks=[min(self.seen)], kinds=[int(StepPart.GROUP)])
-        used = set(rows.group.tolist())
+        kinds = [int(StepPart.GROUP), int(EventKind.POINT_TO_POINT)]
+        rows = self.run.summary(ranks=[min(self.seen)], kinds=kinds)
+        sends = bool((rows.kind == EventKind.POINT_TO_POINT).any())
+        used = set() if sends else set(rows.group.tolist())
         return {
             each.parallelism
             for each in manifest.process_groups
             if each.role == "other"
             and 1 < len(each.ranks) < manifest.world_size
-            and each.parallelism not in (*DATA_DIMENSIONS, _SEQUENCE)
+            and each.parallelism not in (*DATA_DIMENSIONS, SEQUENCE)
             and (each.parallelism in _SPLIT or not used or each.index in used)
         }

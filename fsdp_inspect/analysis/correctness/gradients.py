@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from fsdp_inspect.analysis.correctness.faults import (
+    SEQUENCE,
     Observed,
     TrainingCheck,
     TrainingFault,
@@ -104,8 +105,12 @@ def _is_left_out(observed: Observed, holders: Holders) -> bool:
 
 
 def _is_along_another(observed: Observed, holders: Holders) -> bool:
-    """Whether the ranks differ along a dimension that splits no data."""
-    return len({observed.model_part_of(rank) for rank in holders.updates}) > 1
+    """Whether the ranks differ along a dimension of an unknown purpose."""
+    parts = {
+        tuple(each for each in observed.model_part_of(rank) if each[0] != SEQUENCE)
+        for rank in holders.updates
+    }
+    return len(parts) > 1
 
 
 def _is_same(holders: Holders) -> bool:
@@ -159,6 +164,7 @@ def _no_longer_reduced(observed: Observed, late: Holders, first: int) -> Trainin
 def _not_reduced(observed: Observed, apart: Sequence[Holders]) -> TrainingFault:
     first = apart[0]
     parameter, ranks = first.parameter, sorted(first.updates)
+    is_own = _is_along_another(observed, first)  # the ranks may search or be an ensemble
     norms = ", ".join(f"{norm:.3g}" for norm in first.gradients(0)[:4] if norm is not None)
     others = f" and of {plural(len(apart) - 1, 'other parameter')}" if len(apart) > 1 else ""
     last = apart[0].num_updates - 1
@@ -187,8 +193,10 @@ def _not_reduced(observed: Observed, apart: Sequence[Holders]) -> TrainingFault:
         f"In each of {plural(first.num_updates, 'update')}, the gradients of {parameter.name}"
         f"{others} differ between {format_ranks(ranks)}{began}: the sampled norms are {norms} in "
         f"the first.{ends}",
-        f"{change} If the ranks train apart and average later on purpose, ignore this.",
+        f"{change} If the ranks train {'models of their own, or ' if is_own else ''}apart and "
+        "average later on purpose, ignore this.",
         observed.seen[ranks[0]].backward_place,
+        is_note=is_own,
     )
 
 

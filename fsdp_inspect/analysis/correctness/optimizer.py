@@ -86,18 +86,17 @@ _CUT = "Look for detach() or no_grad() between the model that it updates and the
 
 def _changes_nothing(observed: Observed) -> Iterator[TrainingFault]:
     """Find an optimizer of another model, whose gradients never arrive."""
-    idle = {
-        rank: [
-            one for one in each.optimizers if one.has_moved is False and not one.num_with_gradient
-        ]
-        for rank, each in observed.seen.items()
-    }
+    idle: dict[tuple[str, int], dict[int, OptimizerSeen]] = {}
+    for rank, each in observed.seen.items():
+        for one in each.optimizers:
+            if one.has_moved is False and not one.num_with_gradient:
+                idle.setdefault((one.place, one.num_tensors), {})[rank] = one
     trains = all(
         any(one.num_with_gradient for one in each.optimizers) for each in observed.seen.values()
     )
-    if trains:
-        for found in zip(*idle.values(), strict=False):
-            yield from _idle(dict(zip(idle, found, strict=True)))
+    for by_rank in idle.values() if trains else ():
+        if len(by_rank) == len(observed.seen):
+            yield from _idle(by_rank)
 
 
 def _idle(idle: Mapping[int, OptimizerSeen]) -> Iterator[TrainingFault]:

@@ -11,6 +11,7 @@
   all-reduce of gradients that are divided by the number of ranks before it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
@@ -33,7 +34,11 @@ _LEAST_FOR_LOSS = 3
 
 def check_scales(observed: Observed) -> Iterator[TrainingFault]:
     """Find a sum over the ranks where a mean is expected, and the reverse."""
-    yield from _divided_unequally(observed)
+    found = list(_find_scales(observed))
+    yield from found or _divided_unequally(observed)
+
+
+def _find_scales(observed: Observed) -> Iterator[TrainingFault]:
     peers = [ranks for ranks in observed.list_peers() if len(ranks) == len(observed.seen)]
     if not peers:
         return
@@ -188,34 +193,31 @@ def _divided_by_another(observed: Observed, ranks: Sequence[int]) -> Iterator[Tr
     )
 
 
-def _name_factor(factor: float) -> str:
-    return f"{factor:g}" if factor else "the number of ranks"
-
-
 def _divided_unequally(observed: Observed) -> Iterator[TrainingFault]:
     """Note units whose gradients FSDP2 divides by another number than those of others."""
-    rank = min(observed.seen)
     units = {unit.index: unit for unit in observed.run.manifest.units}
+    sizes = {each.index: len(each.ranks) for each in observed.run.manifest.process_groups}
     by_groups: dict[tuple[int, int], dict[float, list[str]]] = {}
-    for each in observed.seen[rank].parameters:
+    for each in observed.seen[min(observed.seen)].parameters:
         if (unit := units.get(each.unit)) is not None:
             groups = unit.shard_group, unit.replicate_group
+            num_ranks = math.prod(sizes.get(group, 1) for group in groups)
             of_factor = by_groups.setdefault(groups, {})
-            of_factor.setdefault(each.divide_factor or 0.0, []).append(each.name)
+            of_factor.setdefault(each.divide_factor or num_ranks, []).append(each.name)
     for of_factor in by_groups.values():
         if len(of_factor) < 2:
             continue
         few = min(of_factor, key=lambda factor: len(of_factor[factor]))
         names = listed(of_factor.pop(few), 1)
-        others = " or ".join(map(_name_factor, of_factor))
+        others = " or ".join(f"{factor:g}" for factor in of_factor)
         yield TrainingFault(
             TrainingCheck.GRADIENTS,
             tuple(sorted(observed.seen)),
             "FSDP divides the gradients of some units by another number.",
-            f"Sums over the same ranks are divided by {_name_factor(few)} for {names}, and by "
-            f"{others} for other sampled parameters.",
-            "Call set_gradient_divide_factor on all units, as in a loop over model.modules(). If "
-            "these parts should learn at another rate, ignore this.",
+            f"Sums over the same ranks are divided by {few:g} for {names}, and by {others} for "
+            "other sampled parameters.",
+            "Call set_gradient_divide_factor on all units, as in a loop over model.modules(), or "
+            "on none. If these parts should learn at another rate, ignore this.",
             is_note=True,
         )
 

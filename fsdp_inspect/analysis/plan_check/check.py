@@ -546,9 +546,12 @@ def _find_unprefetched(
 def _unused_units(run: RunSource, idle: Sequence[Unit]) -> Iterator[PlanFinding]:
     """Find units that no rank runs in any step, of those that are idle in the checked steps.
 
-    The units of an import come from its events, so each of them runs on some rank.
+    The units of an import come from its events, so each of them runs on some rank. A rank without
+    data may run others, as the stages of a pipeline do.
     """
-    if run.manifest.source == "imported" or not idle:
+    manifest = run.manifest
+    is_partial = manifest.source == "recorded" and len(run.ranks) < manifest.world_size
+    if manifest.source == "imported" or is_partial or not idle:
         return
     ran = {*np.unique(run.summary(kinds=PASS_KINDS).unit).tolist()}
     unused = [unit.fqn for unit in idle if unit.index not in ran]
