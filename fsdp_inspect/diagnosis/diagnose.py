@@ -1072,7 +1072,10 @@ class _Case:
         )
 
     def _has_unwritten(self) -> Diagnosis | None:
-        """Check whether all ranks without an end have files that a disk refused."""
+        """Check whether a disk refused files on the hosts of all ranks without an end.
+
+        A rank on a full disk may not be able to write that either.
+        """
         silent = {rank for rank, end in self._ends.items() if end.kind is EndKind.VANISHED}
         errors = {
             rank: error
@@ -1081,12 +1084,14 @@ class _Case:
             if _REFUSED.match(error)
         }
         others = {end.kind for rank, end in self._ends.items() if rank not in silent}
-        if not silent or self._is_running or errors.keys() < silent or others - {EndKind.COMPLETE}:
+        hosts = {self._records[rank].host for rank in silent}
+        is_known = hosts - {self._records[rank].host for rank in errors}
+        if not silent or self._is_running or is_known or others - {EndKind.COMPLETE}:
             return None
         return self._make(
             Status.CANNOT_TELL,
             None,
-            ranks=tuple(errors),
+            ranks=tuple(sorted(silent)),
             is_certain=False,
             unknown=Unknown.NOT_WRITTEN,
             failure=next(iter(errors.values())),

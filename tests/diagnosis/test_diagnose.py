@@ -337,6 +337,19 @@ def test_ranks_whose_files_a_disk_refused_may_have_ended_well(other: RunStatus) 
         assert text.next[-1].startswith("Look at the exit code of the launcher.")
 
 
+@pytest.mark.parametrize(("host", "is_unknown"), [("a", True), ("b", False)])
+def test_a_rank_of_a_full_disk_may_not_have_written_that(host: str, is_unknown: bool) -> None:
+    boxes = {rank: make_box(DONE, RANKS, replace(HUNG, hang_seen_ns=0)) for rank in RANKS}
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.CRASHED))
+    full = {"host": "a", "problems": ["events: [Errno 28] No space left on device"]}
+    fields = ({"host": "a"}, full, {"host": host})
+    records = [each.model_copy(update=known) for each, known in zip(run.ranks, fields, strict=True)]
+    found = diagnose(replace(run, ranks=records))
+
+    assert (found.unknown is Unknown.NOT_WRITTEN) is is_unknown
+    assert found.ranks == (RANKS if is_unknown else ())
+
+
 def test_another_error_of_the_recorder_does_not_hide_that_ranks_were_killed() -> None:
     boxes = {rank: make_box(DONE, RANKS, replace(HUNG, hang_seen_ns=0)) for rank in RANKS}
     run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.CRASHED))
