@@ -598,12 +598,17 @@ class _Case:
     def _out_of_memory(
         self, ranks: tuple[int, ...], reported: OutOfMemory, end: RankEnd | None = None
     ) -> Diagnosis:
-        """Diagnose an out-of-memory at the position that the report contains."""
+        """Diagnose an out-of-memory at the position that the report contains.
+
+        A rank that has allocated since may have caught the error.
+        """
         record = reported.record
+        failed = [self._records[rank].failed_request for rank in ranks]
         return self._make(
             Status.PROBLEM,
             ProblemClass.OUT_OF_MEMORY,
             ranks=ranks,
+            is_certain=end is not None or not any(each and each.num_later for each in failed),
             unit=record.unit,
             phase=_phase_named(record.phase),
             step=record.step,

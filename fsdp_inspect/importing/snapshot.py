@@ -241,7 +241,12 @@ def _notes_of_rank(contents: SnapshotContents, rank: RankSnapshot) -> list[str]:
             f"{format_bytes(one.reserved_bytes)} on cuda:{one.device}" for one in elsewhere
         )
         notes.append(f"the process also reserved {held}. Only cuda:{device.device} is shown.")
-    if rank.failed_requests > 1:
+    if rank.steps_after_failure:
+        notes.append(
+            f"{plural(rank.failed_requests, 'allocation')} failed, and "
+            f"{plural(rank.steps_after_failure, 'step')} ended after that: the script went on."
+        )
+    elif rank.failed_requests > 1:
         notes.append(f"{rank.failed_requests} allocations failed; the last one is shown.")
     return notes
 

@@ -65,6 +65,20 @@ class RankSnapshot:
         """Number of failed allocations in the trace."""
         return int(np.count_nonzero(self.device.trace.action == Action.OOM))
 
+    @property
+    def last_failed(self) -> int | None:
+        """The entry of the last failed allocation; None: there is none."""
+        failed = np.flatnonzero(self.device.trace.action == Action.OOM)
+        return int(failed[-1]) if len(failed) else None
+
+    @property
+    def steps_after_failure(self) -> int:
+        """Number of steps that ended after the last failed allocation: the script caught it."""
+        if (entry := self.last_failed) is None:
+            return 0
+        failed_us = int(self.device.trace.time_us[entry])
+        return sum(end_us > failed_us for end_us in self.positions.step_ends_us)
+
     def allocated_in(self, unit: int, activity: FsdpActivity) -> int:
         """The largest allocation of a unit in one of FSDP's activities, bytes."""
         if self.timeline is None:
@@ -90,12 +104,11 @@ def memory_rows(snapshot: RankSnapshot, unit_index: Sequence[int]) -> MemoryTabl
 
 
 def find_failed_request(snapshot: RankSnapshot, unit_index: Sequence[int]) -> FailedRequest | None:
-    """The last failed allocation; None without one in the trace."""
+    """The last failed allocation; None without one in the trace, or if steps ended after it."""
     trace, positions, timeline = snapshot.device.trace, snapshot.positions, snapshot.timeline
-    failed = np.flatnonzero(trace.action == Action.OOM)
-    if len(failed) == 0:
+    entry = snapshot.last_failed
+    if entry is None or snapshot.steps_after_failure:
         return None
-    entry = int(failed[-1])
     moment = int(positions.at(trace.time_us[entry : entry + 1])[0])
     return FailedRequest(
         requested_bytes=int(trace.size[entry]),
@@ -105,6 +118,7 @@ def find_failed_request(snapshot: RankSnapshot, unit_index: Sequence[int]) -> Fa
         step=int(positions.step[moment]),
         phase=Phase(int(positions.phase[moment])).label,
         unit=[*unit_index, NO_UNIT][int(positions.unit[moment])],
+        num_later=int(np.count_nonzero(trace.action[entry:] == Action.ALLOC)),
     )
 
 
@@ -236,11 +250,10 @@ def read_failed_request(
         snapshot: The rank's snapshot.
         unit_index: For each unit of the positions, its index in the run's manifest.
     """
-    failed = find_failed_request(snapshot, unit_index)
-    if failed is None:
+    failed, entry = find_failed_request(snapshot, unit_index), snapshot.last_failed
+    if failed is None or entry is None:
         return None
     trace, timeline = snapshot.device.trace, snapshot.timeline
-    entry = int(np.flatnonzero(trace.action == Action.OOM)[-1])
     report = OutOfMemoryRecord(
         run_id="",
         rank=0,

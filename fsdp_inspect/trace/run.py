@@ -629,6 +629,8 @@ class FailedRequest(Record):
     phase: str = "outside"
     unit: int = -1
     """The running unit, as index into the manifest's units; -1: none or unknown."""
+    num_later: Amount = 0
+    """Allocations of the trace after it. Code that handles the error may make some."""
 
 
 BLOCK_OF_DETAIL = 4

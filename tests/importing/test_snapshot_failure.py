@@ -64,3 +64,20 @@ def test_free_blocks_are_unknown_if_memory_was_freed_after_the_failure(tmp_path)
 def test_a_snapshot_without_a_failure_tells_nothing(tmp_path):
     found = diagnosed(train(FakeAllocator()), tmp_path)
     assert (found.problem, found.out_of_memory) == (None, None)
+
+
+def test_a_failure_after_which_steps_ended_was_caught(tmp_path):
+    allocator = failing()
+    train(allocator, num_steps=2)
+    found = diagnosed(allocator, tmp_path)
+    assert (found.problem, found.out_of_memory) == (None, None)
+    [note] = [one for one in open_run(tmp_path / "run").manifest.notes if "failed" in one]
+    assert note.endswith("1 allocation failed, and 2 steps ended after that: the script went on.")
+
+
+def test_a_failure_after_which_memory_was_allocated_may_have_been_caught(tmp_path):
+    allocator = failing()
+    assert diagnosed(allocator, tmp_path).is_certain
+    allocator.alloc(KIB)
+    (tmp_path / "later").mkdir()
+    assert not diagnosed(allocator, tmp_path / "later").is_certain
