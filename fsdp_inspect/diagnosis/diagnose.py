@@ -934,13 +934,14 @@ class _Case:
         likely culprits are the smaller group: the ranks that called it, or the ranks that did not.
         If several are possible, the one with the fewest earlier collectives in its group is named.
         """
-        foreign = [wait for wait in self._waits if wait.issued.unit == NO_UNIT]
+        apart = [wait for wait in self._waits if wait.absent]
+        foreign = [wait for wait in apart if wait.issued.unit == NO_UNIT]
 
         def order(wait: Wait) -> tuple[bool, int, int]:  # equal halves do not tell who is wrong
             is_even = len(wait.waiting) == len(wait.absent)
             return is_even, len(wait.absent), wait.issued.sequence
 
-        wait = min(foreign or self._waits, key=order)
+        wait = min(foreign or apart, key=order)
         fewer: tuple[int, ...] = ()
         if len(wait.waiting) != len(wait.absent):
             fewer = min(wait.waiting, wait.absent, key=len)

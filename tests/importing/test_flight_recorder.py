@@ -30,10 +30,17 @@ from tests.importing.flight_recorder_dumps import (
 )
 
 
-def write(folder: Path, entries: dict[int, list[dict[str, Any]]], *, ranks: str = "[0, 1, 2]"):
-    """The dumps of some ranks."""
+def write(
+    folder: Path,
+    entries: dict[int, list[dict[str, Any]]],
+    *,
+    ranks: str = "[0, 1, 2]",
+    **groups: str,
+):
+    """The dumps of some ranks, with the ranks of further groups by name."""
     folder.mkdir(exist_ok=True)
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
+    config |= {name: {"name": name, "desc": name, "ranks": each} for name, each in groups.items()}
     for rank, each in entries.items():
         file = folder / f"nccl_trace_rank_{rank}"
         file.write_text(json.dumps({"version": "2.10", "pg_config": config, "entries": each}))
@@ -74,6 +81,33 @@ def test_the_rank_whose_device_has_not_started_a_collective_is_late(tmp_path: Pa
     assert "Rank 2 never reached all-gather 2" in describe_diagnosis(found).sentence
     notes = " ".join(read_run(tmp_path / "run").manifest.notes)
     assert "that rank 2 issued, and that the device had not started" in notes
+
+
+def test_a_circle_beside_a_complete_group_is_named(tmp_path: Path) -> None:
+    """Ranks 0 and 1 issue two collectives in opposite orders; all of `other` have issued theirs."""
+    queued = WAITING | {"state": "scheduled", "time_discovered_started_ns": None}
+
+    def issue(group: str, position: int, **fields: Any) -> dict[str, Any]:
+        of_group = {
+            "process_group": [group, group],
+            "collective_seq_id": 2,
+            "output_sizes": [[200]],
+        }
+        return entry(position, **(of_group if group != "0" else {}) | fields)
+
+    entries = {
+        rank: [entry(0), issue(group, 0, collective_seq_id=1), entry(1, **WAITING)]
+        for rank, group in enumerate(["pair", "pair", "other", "other"])
+    }
+    for rank, group in enumerate(["pair", "", "other", "other"]):
+        entries[rank] += [issue(group, 2, **queued)] if group else []
+    entries[1][2:] = [issue("pair", 1, **WAITING), entry(1, **queued)]
+
+    folder = write(tmp_path / "dumps", entries, ranks="[0, 1, 2, 3]", pair="[0, 1]", other="[2, 3]")
+    found = diagnose_dumps(folder)
+
+    assert (found.status, found.is_certain) == (Status.PROBLEM, False)
+    assert "The ranks wait for each other" in describe_diagnosis(found).sentence
 
 
 @pytest.mark.parametrize("state", ["started", "scheduled"])
