@@ -908,8 +908,8 @@ class _Case:
                 location=self._location_of(away[0]),
                 wait=wait,
             )
-        if self._is_imported and len(wait.waiting) < len(wait.members):
-            # A rank that has finished it shows that all have joined.
+        if self._is_imported and (wait.behind or len(wait.waiting) < len(wait.members)):
+            # A rank that has finished a collective shows that all have joined it.
             unknown = Unknown.TIME_OF_DUMP
             return self._make(Status.CANNOT_TELL, None, is_certain=False, unknown=unknown)
         silent = tuple(rank for rank in wait.waiting if self._does_not_answer(rank))

@@ -217,10 +217,9 @@ def _without_unstarted(dumps: dict[int, Dump]) -> tuple[dict[int, Dump], list[in
     kept, behind = dict(dumps), []
     for rank, dump in dumps.items():
         cut: dict[str, int] = {}
-        for each in dump.unfinished():
-            is_joined = each.sequence <= ended.get(each.group, -1)
-            is_running = each.sequence <= running.get(each.group, -1)
-            if is_running and not (each.has_started or is_joined):
+        is_older = any(each.sequence <= ended.get(each.group, -1) for each in dump.unfinished())
+        for each in dump.unfinished() if not is_older else ():
+            if each.sequence <= running.get(each.group, -1) and not each.has_started:
                 cut.setdefault(each.group, each.sequence)
         rest = tuple(
             each

@@ -121,6 +121,19 @@ def test_a_collective_that_one_rank_has_finished_shows_no_standstill(tmp_path: P
     assert (found.status, found.unknown) == (Status.CANNOT_TELL, Unknown.TIME_OF_DUMP)
 
 
+@pytest.mark.parametrize("state", ["started", "scheduled"])
+def test_a_dump_that_is_older_than_the_others_names_no_rank(tmp_path: Path, state) -> None:
+    """Others have finished a collective that is open in it, so its rank had joined that."""
+    waits = [entry(0), entry(1), entry(2, **WAITING)]
+    queued = WAITING | {"time_discovered_started_ns": None}
+    older = [entry(0), entry(1, **queued | {"state": state})]
+    older.append(entry(2, **queued | {"state": "scheduled"}))
+
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: waits, 1: older, 2: waits}))
+
+    assert (found.status, found.unknown) == (Status.CANNOT_TELL, Unknown.TIME_OF_DUMP)
+
+
 def test_the_rank_that_did_not_issue_a_collective_is_late(tmp_path: Path) -> None:
     done = [entry(0), entry(1)]
     waiting = [*done, entry(2, **WAITING)]
