@@ -211,15 +211,17 @@ def _without_unstarted(dumps: dict[int, Dump]) -> tuple[dict[int, Dump], list[in
     ended: dict[str, int] = {}  # all ranks have joined these: a dump without them is older
     for dump in dumps.values():
         for each in dump.collectives:
-            if each.has_started and each.kind is not EventKind.POINT_TO_POINT:
+            is_message = each.kind is EventKind.POINT_TO_POINT
+            if (each.is_start_seen or each.completed_ns) and not is_message:
                 last = ended if each.completed_ns else running
                 last[each.group] = max(last.get(each.group, -1), each.sequence)
     kept, behind = dict(dumps), []
     for rank, dump in dumps.items():
         cut: dict[str, int] = {}
         is_older = any(each.sequence <= ended.get(each.group, -1) for each in dump.unfinished())
-        for each in dump.unfinished() if not is_older else ():
-            if each.sequence <= running.get(each.group, -1) and not each.has_started:
+        sees_starts = any(each.is_start_seen for each in dump.collectives)
+        for each in dump.unfinished() if sees_starts and not is_older else ():
+            if each.sequence <= running.get(each.group, -1) and not each.is_start_seen:
                 cut.setdefault(each.group, each.sequence)
         rest = tuple(
             each

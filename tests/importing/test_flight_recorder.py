@@ -134,6 +134,17 @@ def test_a_dump_that_is_older_than_the_others_names_no_rank(tmp_path: Path, stat
     assert (found.status, found.unknown) == (Status.CANNOT_TELL, Unknown.TIME_OF_DUMP)
 
 
+def test_a_rank_whose_dump_has_no_starts_is_not_late(tmp_path: Path) -> None:
+    """TORCH_NCCL_ENABLE_TIMING is set on some ranks only."""
+    waits = [entry(0), entry(1, **WAITING)]
+    unseen = {"time_discovered_started_ns": None}
+    queued = [entry(0, **unseen), entry(1, **WAITING | unseen | {"state": "scheduled"})]
+
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: waits, 1: waits, 2: queued}))
+
+    assert (found.problem, found.ranks) == (ProblemClass.TRANSPORT_STUCK, ())
+
+
 def test_the_rank_that_did_not_issue_a_collective_is_late(tmp_path: Path) -> None:
     done = [entry(0), entry(1)]
     waiting = [*done, entry(2, **WAITING)]
