@@ -187,8 +187,8 @@ def _read_all(files: dict[int, Path]) -> tuple[dict[int, Dump], list[str]]:
             first_error = first_error or error
             notes.append(f"Rank {rank} is missing, because its dump cannot be read: {error}")
             continue
-        if dump.collectives:
-            dumps[rank] = dump
+        if dump.collectives:  # a black box holds fewer than a dump can, and all compare these
+            dumps[rank] = replace(dump, collectives=dump.collectives[-(CAPACITY - 1) :])
         else:
             notes.append(
                 f"Rank {rank} is missing: {file.name} lists no collective. Set "
@@ -351,12 +351,11 @@ def _make_box(
             known.
         header: The header of the box.
     """
-    shown = dump.collectives[-(CAPACITY - 1) :]
     groups = {name: index for index, name in enumerate(sorted(members))}
     places: dict[CodePlace, int] = {}
     digests: dict[str, int] = {}
-    rows: NDArray[np.void] = np.zeros(len(shown), ENTRY)
-    for at, each in enumerate(shown):
+    rows: NDArray[np.void] = np.zeros(len(dump.collectives), ENTRY)
+    for at, each in enumerate(dump.collectives):
         row = rows[at]
         if each.place is not None and len(places) < _MAX_PLACES:
             places.setdefault(each.place, len(places) + 1)

@@ -18,6 +18,7 @@ from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.report.wording import describe_run
 from fsdp_inspect.run import open_run
 from fsdp_inspect.store.reader import open_run as read_run
+from fsdp_inspect.trace.black_box import CAPACITY
 from fsdp_inspect.trace.codes import EventKind
 from tests.conftest import Torchrun
 from tests.importing.flight_recorder_dumps import (
@@ -108,6 +109,15 @@ def test_a_circle_beside_a_complete_group_is_named(tmp_path: Path) -> None:
 
     assert (found.status, found.is_certain) == (Status.PROBLEM, False)
     assert "The ranks wait for each other" in describe_diagnosis(found).sentence
+
+
+def test_dumps_longer_than_a_black_box_are_compared_where_all_have_them(tmp_path: Path) -> None:
+    done = [entry(number) for number in range(CAPACITY + 9)]
+    waits = [*done, entry(len(done), **WAITING)]
+
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: waits, 1: waits, 2: done}))
+
+    assert f"Rank 2 never reached all-gather {len(waits)}" in describe_diagnosis(found).sentence
 
 
 @pytest.mark.parametrize("state", ["started", "scheduled"])
