@@ -156,6 +156,9 @@ class RankState:
     """The `StartStage` of a rank that has not begun to train; 0: it has."""
     has_no_batch_left: bool = False
     """Whether its last pass over a data loader has ended."""
+    has_unstarted: bool = False
+    """Whether its dump has collectives that it issued and that its device had not started, while
+    other ranks had. The black box lacks these."""
 
     @property
     def last_step(self) -> int | None:
@@ -1199,6 +1202,9 @@ class _Case:
             else box.header.num_batches,
             start_stage=self._records[rank].start_stage,
             has_no_batch_left=box is not None and box.header.has_no_batch_left,
+            has_unstarted=self._is_imported
+            and box is not None
+            and box.header.num_issued > int(box.entries["number"].max(initial=0)),
         )
 
     def _idle_s(self, rank: int) -> float | None:
@@ -1301,7 +1307,8 @@ class _Case:
         boxes = self._boxes
         if self._desync_boxes and shown is not None and shown is self._difference:
             boxes = self._desync_boxes
-        grid = lay_out_collectives(boxes, shown, found.wait, self._waits)
+        behind = [state.rank for state in found.states if state.has_unstarted]
+        grid = lay_out_collectives(boxes, shown, found.wait, self._waits, behind)
         return replace(found, grid=grid)
 
     def _events(self) -> tuple[RunEvent, ...]:

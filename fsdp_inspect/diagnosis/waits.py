@@ -30,7 +30,7 @@ class Wait:
     waiting: tuple[int, ...]
     """The ranks that have issued it and have not seen its end."""
     absent: tuple[int, ...]
-    """The ranks that have not issued it."""
+    """The ranks that have not issued it, or whose device had not started it (`has_unstarted`)."""
     held: Mapping[int, Issued]
     """By rank in `absent`: an earlier collective that has not ended for this rank only."""
     unknown: tuple[int, ...]

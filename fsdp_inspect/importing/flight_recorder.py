@@ -103,6 +103,7 @@ def import_dumps(
     if not all(dump.has_stacks for dump in dumps.values()):
         dumps = {rank: dump.without_stacks() for rank, dump in dumps.items()}
     members = _members(dumps)
+    num_issued = {rank: len(dump.collectives) for rank, dump in dumps.items()}
     dumps, behind = _without_unstarted(dumps)
     if behind:
         notes.append(
@@ -120,7 +121,7 @@ def import_dumps(
             for rank, dump in dumps.items()
         }
         notes.append(_note_of_units(units, model))
-    boxes = _make_boxes(dumps, members, latest_ns)
+    boxes = _make_boxes(dumps, members, latest_ns, num_issued)
     manifest = RunManifest(
         **identify_import(out, [*files.values()], latest_ns),
         name=name or path.name,
@@ -286,10 +287,12 @@ def _make_boxes(
     dumps: dict[int, Dump],
     members: dict[str, tuple[int, ...]],
     latest_ns: int,
+    num_issued: dict[int, int],
 ) -> dict[int, BlackBox]:
     """The boxes by rank. They show a standstill, which the diagnosis then calls probable.
 
-    No dump states when it was written, and a copy changes the time of its file.
+    No dump states when it was written, and a copy changes the time of its file. A header counts
+    more collectives than its box holds if the device had not started all.
     """
     begins, ends = {}, {}
     for name in members:
@@ -309,7 +312,7 @@ def _make_boxes(
             replace(
                 _HEADER,
                 rank=rank,
-                num_issued=len(dump.collectives),
+                num_issued=num_issued[rank],
                 sign_ns=latest_ns,
                 sign_unix_ns=latest_ns,
                 hang_seen_ns=latest_ns,

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.analysis.summary import measure_summary
+from fsdp_inspect.diagnosis.collective_grid import CellState
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown
 from fsdp_inspect.errors import CorruptFileError, FsdpInspectError, ImportingError, NotARunError
 from fsdp_inspect.importing.flight_recorder import import_dumps, looks_like_dumps
@@ -79,7 +80,17 @@ def test_the_rank_whose_device_has_not_started_a_collective_is_late(tmp_path: Pa
     found = diagnose_dumps(write(tmp_path / "dumps", {0: waits, 1: waits, 2: behind}))
 
     assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (2,), False)
-    assert "Rank 2 never reached all-gather 2" in describe_diagnosis(found).sentence
+    described = describe_diagnosis(found)
+    assert described.sentence.startswith(
+        "Probably: Rank 2 had not started all-gather 2 (600 B) in forward. Its device was in "
+        "earlier work, which a dump does not show: it had issued collectives that the device had "
+        "not started. 2 ranks waited for it."
+    )
+    assert "The device of rank 2 had not started it." in described.evidence[0]
+    assert "Rank 2: issued collectives that its device had not started." in described.evidence
+    assert found.grid is not None
+    states = {column.ranks: column.cells[-1].state for column in found.grid.columns}
+    assert states == {(0, 1): CellState.WAITS, (2,): CellState.NOT_STARTED}
     notes = " ".join(read_run(tmp_path / "run").manifest.notes)
     assert "that rank 2 issued, and that the device had not started" in notes
 
