@@ -480,15 +480,17 @@ def _paging(process: ProcessSigns | None) -> str:
 
 
 def _last_seen(state: RankState, found: Diagnosis) -> str:
+    is_alone = len(found.ranks) == 1
+    whose, who = ("Its", "it") if is_alone else (f"Rank {state.rank}'s", f"rank {state.rank}")
     if state.last is None:
-        return "Its dump has no collective."
+        return f"{whose} dump has no collective."
     if state.has_unstarted:
         return (
-            "Its device was in earlier work, which a dump does not show: it had issued collectives "
-            "that the device had not started."
+            f"{whose} device was in earlier work, which a dump does not show: {who} had issued "
+            "collectives that the device had not started."
         )
     what = _issued_at(state.last, found)
-    return f"Its last collective was {what}. A dump does not show its activity after that."
+    return f"{whose} last collective was {what}. A dump does not show its activity after that."
 
 
 def _unseen(state: RankState, since: str) -> str:

@@ -142,6 +142,17 @@ def test_a_collective_that_one_rank_has_finished_shows_no_standstill(tmp_path: P
     assert (found.status, found.unknown) == (Status.CANNOT_TELL, Unknown.TIME_OF_DUMP)
 
 
+def test_the_last_collective_of_several_late_ranks_is_that_of_the_first(tmp_path: Path) -> None:
+    done = [entry(0), entry(1)]
+    waits = [*done, entry(2, **WAITING)]
+
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: waits, 1: done, 2: done}))
+
+    sentence = describe_diagnosis(found).sentence
+    assert "Ranks 1-2 never reached all-gather 3" in sentence
+    assert "Rank 1's last collective was all-gather 2" in sentence
+
+
 @pytest.mark.parametrize("state", ["started", "scheduled"])
 def test_a_dump_that_is_older_than_the_others_names_no_rank(tmp_path: Path, state) -> None:
     """Others have finished a collective that is open in it, so its rank had joined that."""
