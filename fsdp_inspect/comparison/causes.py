@@ -185,7 +185,8 @@ def _explaining(
 def _sharded(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
     """Another mesh: other shards, and other groups that communicate."""
     old, new = (" x ".join(map(str, mesh.values())) for mesh in (before.mesh, after.mesh))
-    if old == new and before.world_size == after.world_size:
+    is_other_mesh = old != new and bool(old and new)  # an import may not record it
+    if not is_other_mesh and before.world_size == after.world_size:
         return
     change = f"is {new} instead of {old}"
     if before.world_size != after.world_size:
@@ -349,7 +350,7 @@ def _prefetched(before: RunManifest, after: RunManifest, phase: str | None) -> I
     for name in ("forward_prefetch", "backward_prefetch"):
         old, new = before.plan.get(name), after.plan.get(name)
         is_possible = phase is None or name.startswith(phase)
-        if old == new or not is_possible:
+        if old == new or not is_possible or not _record(name, before, after):
             continue
         was, now = _depth(old), _depth(new)
         if now > was:
@@ -359,6 +360,11 @@ def _prefetched(before: RunManifest, after: RunManifest, phase: str | None) -> I
             yield _Cause(sentence, (), _WAITS_OF_GATHERS)
         elif now:
             yield _Cause(f"{name} has another order", (), _WAITS_OF_GATHERS)
+
+
+def _record(name: str, *sides: RunManifest) -> bool:
+    """Whether all sides record a setting of the plan. An import does not."""
+    return all(side.source != "imported" or side.plan.get(name) is not None for side in sides)
 
 
 def _depth(prefetch: object) -> int:
@@ -371,6 +377,8 @@ def _depth(prefetch: object) -> int:
 
 def _checkpointed(before: RunManifest, after: RunManifest) -> Iterator[_Cause]:
     """Modules that repeat less of their forward (memory), or more (time), than in the baseline."""
+    if not _record("checkpointing", before, after):
+        return
     was, now = (_checkpoints(each.plan.get("checkpointing")) for each in (before, after))
     less = [name for name in was if name not in now]
     partly = [name for name, kind in was.items() if kind == "full" and now.get(name, kind) != kind]

@@ -132,7 +132,6 @@ def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
     evidence = ConclusionEvidence(
         labels=labels,
         num_runs=tuple(len(side.runs) for side in sides),
-        settings=compare_settings(manifests),
         metrics=compare_metrics(sides),
         parts=compare_parts(sides),
         causes=compare_causes(sides),
@@ -151,7 +150,7 @@ def compare_sides(sides: Sequence[MeasuredSide]) -> Comparison:
             *_find_other_losses(sides),
             *_find_run_caveats(sides),
         ),
-        settings=evidence.settings,
+        settings=compare_settings(manifests),
         conclusions=conclusions,
         metrics=evidence.metrics,
         parts=evidence.parts,

@@ -30,7 +30,7 @@ from fsdp_inspect.comparison.increases import (
     moved_by,
 )
 from fsdp_inspect.comparison.noise import CONFIDENCE, PROCESS_NOISE_RATIO, Judgement, NoiseVerdict
-from fsdp_inspect.comparison.settings import SCRIPT, SettingDifference
+from fsdp_inspect.comparison.settings import SCRIPT, SettingDifference, compare_settings
 from fsdp_inspect.comparison.sides import MeasuredRun
 from fsdp_inspect.formatting import (
     format_bytes,
@@ -87,7 +87,6 @@ class ConclusionEvidence:
 
     labels: tuple[str, ...]
     num_runs: tuple[int, ...]
-    settings: tuple[SettingDifference, ...]
     metrics: tuple[MetricComparison, ...]
     parts: tuple[PartComparison, ...]
     causes: tuple[PartComparison, ...]
@@ -176,6 +175,8 @@ def _conclude(evidence: ConclusionEvidence, other: int) -> Conclusion:
     is_different = is_certain or judged.verdict is NoiseVerdict.DIFFERENT
     headline, details = _phrase_step_time(evidence, step, judged, other)
     causes = [*_explain_peak(evidence, other), *_explain_time(evidence, other, judged)]
+    # Of the pair: a value that one side of it does not record is no difference.
+    settings = compare_settings([evidence.runs[side].manifest for side in (0, other)])
     return Conclusion(
         label=evidence.labels[other],
         verdict=judged.verdict,
@@ -184,9 +185,7 @@ def _conclude(evidence: ConclusionEvidence, other: int) -> Conclusion:
         reasons=(
             *reasons,
             *causes,
-            *_phrase_settings(
-                evidence.settings, other, is_different, is_certain, are_causes_known=bool(causes)
-            ),
+            *_phrase_settings(settings, is_different, is_certain, are_causes_known=bool(causes)),
             *_phrase_arguments(evidence, other),
         ),
         is_of_other_model=_are_of_other_models(evidence, other),
@@ -498,7 +497,6 @@ def _arguments_of(command: Sequence[str]) -> Sequence[str]:
 
 def _phrase_settings(
     settings: Sequence[SettingDifference],
-    other: int,
     is_different: bool,
     is_certain: bool,
     *,
@@ -507,17 +505,15 @@ def _phrase_settings(
     """Name the settings that differ, and whether they are the likely reason.
 
     Args:
-        settings: The settings that differ between any sides.
-        other: The side, from 1.
+        settings: The settings that differ between the first side and the other.
         is_different: Whether a number differs beyond noise, so that the difference needs a reason.
         is_certain: Whether counts or bytes differ, which noise cannot change.
         are_causes_known: Whether a setting was named that can have this effect.
     """
-    differing = [setting for setting in settings if setting.values[0] != setting.values[other]]
-    names = list(dict.fromkeys(each.name for each in differing if each.name != SCRIPT))
-    scripts = [setting for setting in differing if setting.name == SCRIPT]
+    names = list(dict.fromkeys(each.name for each in settings if each.name != SCRIPT))
+    scripts = [setting for setting in settings if setting.name == SCRIPT]
     if scripts:
-        was, now = scripts[0].values[0], scripts[0].values[other]
+        was, now = scripts[0].values
         also = f" Settings also differ: {listed(names, _MOST_SETTINGS)}." if names else ""
         yield f"The scripts differ ({was} and {now}), and what they do is not recorded.{also}"
     elif not names:

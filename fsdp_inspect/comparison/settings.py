@@ -133,7 +133,7 @@ def compare_settings(manifests: Sequence[RunManifest]) -> tuple[SettingDifferenc
         SettingDifference(group, name, "", values)
         for group, name in names
         if name not in unknown
-        and (values := _differing(manifests, [table.get((group, name)) for table in tables], group))
+        and (values := _differing(manifests, [t.get((group, name)) for t in tables], group, name))
     ]
     found = [*plain, *_compare_units(manifests)]
     return tuple(sorted(found, key=lambda difference: _ORDER.index(difference.group)))
@@ -275,26 +275,33 @@ def _all_equal(values: Sequence[Any]) -> bool:
     return all(value == values[0] for value in values)
 
 
-_WITHOUT_NONE = ("machine", "model")
-"""Groups whose settings each run has, so that None means unknown. Only a mesh may be missing."""
+_OF_EACH_MODEL = ("class", "num_parameters")
+"""Settings of `model` that each run has; others may not apply to a run."""
+_DTYPES_OF_UNIT = ("param_dtype", "reduce_dtype")
+_UNRECORDED = object()
+"""Stands for a value that a side does not record. `UNKNOWN` may be a value of a script."""
 
 
 def _differing(
-    manifests: Sequence[RunManifest], values: Sequence[Any], group: str
+    manifests: Sequence[RunManifest], values: Sequence[Any], group: str, name: str
 ) -> tuple[Any, ...] | None:
     """The values of one setting, `UNKNOWN` for those that a side does not record.
 
     Returns:
         None if the known values are equal. An unknown value may be equal to any.
     """
-    shown = tuple(
-        UNKNOWN
-        if value is None and (group in _WITHOUT_NONE or manifest.source == "imported")
+    each_has_it = group == "machine" or (group == "model" and name in _OF_EACH_MODEL)
+    is_dtype = group == "plan" and name in _DTYPES_OF_UNIT
+    found = [
+        _UNRECORDED
+        if (value is None and (each_has_it or manifest.source == "imported"))
+        or (is_dtype and value == UNKNOWN)
         else value
         for manifest, value in zip(manifests, values, strict=True)
-    )
-    known = [value for value in shown if value != UNKNOWN]
-    return None if _all_equal(known) else shown
+    ]
+    if _all_equal([value for value in found if value is not _UNRECORDED]):
+        return None
+    return tuple(UNKNOWN if value is _UNRECORDED else value for value in found)
 
 
 # --- units
@@ -311,7 +318,7 @@ def _compare_units(manifests: Sequence[RunManifest]) -> Iterator[SettingDifferen
         )
     for name in dict.fromkeys(name for fqn in shared for table in tables for name in table[fqn]):
         values = {
-            fqn: _differing(manifests, [table[fqn].get(name) for table in tables], "plan")
+            fqn: _differing(manifests, [table[fqn].get(name) for table in tables], "plan", name)
             for fqn in shared
         }
         yield from _compare_unit_setting(name, values)

@@ -6,7 +6,7 @@ The culprit of a hang or of a desync is the column that differs from the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -35,6 +35,8 @@ class CellState(StrEnum):
     ISSUED = "issued"
     """The rank has issued the collective, but its end was not seen, and nobody waits for it."""
     NOT_ISSUED = "not issued"
+    NOT_STARTED = "not started"
+    """The rank's device has not started the collective; the rank may have issued it."""
     DIFFERS = "differs"
     """The rank issued another collective at this position than most ranks."""
     NOT_KEPT = "not kept"
@@ -77,6 +79,7 @@ def lay_out_collectives(
     difference: OrderDifference | None,
     wait: Wait | None,
     waits: Sequence[Wait],
+    behind: Collection[int] = (),
 ) -> CollectiveGrid | None:
     """Collect the collectives around the difference or the wait, or else the last ones.
 
@@ -85,6 +88,7 @@ def lay_out_collectives(
         difference: The first difference between ranks; it comes before the wait.
         wait: The wait to show.
         waits: All waits of all communicators.
+        behind: Ranks whose black box lacks collectives that their device had not started.
 
     Returns:
         The grid; None if no rank has issued a collective.
@@ -116,6 +120,11 @@ def lay_out_collectives(
         cells = tuple(
             _cell(found[at], usual[at], low + at, kept[rank], rank in waiting) for at in shown
         )
+        if rank in behind:
+            cells = tuple(
+                Cell(CellState.NOT_STARTED, None) if cell.state is CellState.NOT_ISSUED else cell
+                for cell in cells
+            )
         columns.setdefault(_without_places(cells), []).append(rank)
     return CollectiveGrid(
         communicator=name,

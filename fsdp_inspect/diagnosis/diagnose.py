@@ -156,6 +156,9 @@ class RankState:
     """The `StartStage` of a rank that has not begun to train; 0: it has."""
     has_no_batch_left: bool = False
     """Whether its last pass over a data loader has ended."""
+    has_unstarted: bool = False
+    """Whether its dump has collectives that it issued and that its device had not started, while
+    other ranks had. The black box lacks these."""
 
     @property
     def last_step(self) -> int | None:
@@ -913,8 +916,8 @@ class _Case:
                 location=self._location_of(away[0]),
                 wait=wait,
             )
-        if self._is_imported and len(wait.waiting) < len(wait.members):
-            # A rank that has finished it shows that all have joined.
+        if self._is_imported and (wait.behind or len(wait.waiting) < len(wait.members)):
+            # A rank that has finished a collective shows that all have joined it.
             unknown = Unknown.TIME_OF_DUMP
             return self._make(Status.CANNOT_TELL, None, is_certain=False, unknown=unknown)
         silent = tuple(rank for rank in wait.waiting if self._does_not_answer(rank))
@@ -939,13 +942,14 @@ class _Case:
         likely culprits are the smaller group: the ranks that called it, or the ranks that did not.
         If several are possible, the one with the fewest earlier collectives in its group is named.
         """
-        foreign = [wait for wait in self._waits if wait.issued.unit == NO_UNIT]
+        apart = [wait for wait in self._waits if wait.absent]
+        foreign = [wait for wait in apart if wait.issued.unit == NO_UNIT]
 
         def order(wait: Wait) -> tuple[bool, int, int]:  # equal halves do not tell who is wrong
             is_even = len(wait.waiting) == len(wait.absent)
             return is_even, len(wait.absent), wait.issued.sequence
 
-        wait = min(foreign or self._waits, key=order)
+        wait = min(foreign or apart, key=order)
         fewer: tuple[int, ...] = ()
         if len(wait.waiting) != len(wait.absent):
             fewer = min(wait.waiting, wait.absent, key=len)
@@ -1208,6 +1212,9 @@ class _Case:
             else box.header.num_batches,
             start_stage=self._records[rank].start_stage,
             has_no_batch_left=box is not None and box.header.has_no_batch_left,
+            has_unstarted=self._is_imported
+            and box is not None
+            and box.header.num_issued > int(box.entries["number"].max(initial=0)),
         )
 
     def _idle_s(self, rank: int) -> float | None:
@@ -1310,7 +1317,8 @@ class _Case:
         boxes = self._boxes
         if self._desync_boxes and shown is not None and shown is self._difference:
             boxes = self._desync_boxes
-        grid = lay_out_collectives(boxes, shown, found.wait, self._waits)
+        behind = [state.rank for state in found.states if state.has_unstarted]
+        grid = lay_out_collectives(boxes, shown, found.wait, self._waits, behind)
         return replace(found, grid=grid)
 
     def _events(self) -> tuple[RunEvent, ...]:

@@ -30,13 +30,15 @@ class Wait:
     waiting: tuple[int, ...]
     """The ranks that have issued it and have not seen its end."""
     absent: tuple[int, ...]
-    """The ranks that have not issued it."""
+    """The ranks that have not issued it, or whose device had not started it (`has_unstarted`)."""
     held: Mapping[int, Issued]
     """By rank in `absent`: an earlier collective that has not ended for this rank only."""
     unknown: tuple[int, ...]
     """The ranks whose black box is missing."""
     seconds: float
     """The longest wait, up to the last sign of life of its rank."""
+    behind: tuple[int, ...] = ()
+    """Ranks in `waiting` that have not finished an earlier collective, which others have."""
 
 
 def find_waits(boxes: Mapping[int, BlackBox]) -> list[Wait]:
@@ -82,6 +84,7 @@ def _find_wait(boxes: Mapping[int, BlackBox], name: str, members: tuple[int, ...
         held={rank: read_entry(boxes[rank], open_at[rank]) for rank in absent if rank in open_at},
         unknown=tuple(rank for rank in members if rank not in boxes),
         seconds=max(seconds[first], 0.0),
+        behind=tuple(r for r in sorted(waiting) if int(waiting[r]["sequence"]) < position),
     )
 
 

@@ -103,6 +103,7 @@ def import_dumps(
     if not all(dump.has_stacks for dump in dumps.values()):
         dumps = {rank: dump.without_stacks() for rank, dump in dumps.items()}
     members = _members(dumps)
+    num_issued = {rank: len(dump.collectives) for rank, dump in dumps.items()}
     dumps, behind = _without_unstarted(dumps)
     if behind:
         notes.append(
@@ -120,7 +121,7 @@ def import_dumps(
             for rank, dump in dumps.items()
         }
         notes.append(_note_of_units(units, model))
-    boxes = _make_boxes(dumps, members, latest_ns)
+    boxes = _make_boxes(dumps, members, latest_ns, num_issued)
     manifest = RunManifest(
         **identify_import(out, [*files.values()], latest_ns),
         name=name or path.name,
@@ -187,8 +188,8 @@ def _read_all(files: dict[int, Path]) -> tuple[dict[int, Dump], list[str]]:
             first_error = first_error or error
             notes.append(f"Rank {rank} is missing, because its dump cannot be read: {error}")
             continue
-        if dump.collectives:
-            dumps[rank] = dump
+        if dump.collectives:  # a black box holds fewer than a dump can, and all compare these
+            dumps[rank] = replace(dump, collectives=dump.collectives[-(CAPACITY - 1) :])
         else:
             notes.append(
                 f"Rank {rank} is missing: {file.name} lists no collective. Set "
@@ -211,16 +212,17 @@ def _without_unstarted(dumps: dict[int, Dump]) -> tuple[dict[int, Dump], list[in
     ended: dict[str, int] = {}  # all ranks have joined these: a dump without them is older
     for dump in dumps.values():
         for each in dump.collectives:
-            if each.has_started and each.kind is not EventKind.POINT_TO_POINT:
+            is_message = each.kind is EventKind.POINT_TO_POINT
+            if (each.is_start_seen or each.completed_ns) and not is_message:
                 last = ended if each.completed_ns else running
                 last[each.group] = max(last.get(each.group, -1), each.sequence)
     kept, behind = dict(dumps), []
     for rank, dump in dumps.items():
         cut: dict[str, int] = {}
-        for each in dump.unfinished():
-            is_joined = each.sequence <= ended.get(each.group, -1)
-            is_running = each.sequence <= running.get(each.group, -1)
-            if is_running and not (each.has_started or is_joined):
+        is_older = any(each.sequence <= ended.get(each.group, -1) for each in dump.unfinished())
+        sees_starts = any(each.is_start_seen for each in dump.collectives)
+        for each in dump.unfinished() if sees_starts and not is_older else ():
+            if each.sequence <= running.get(each.group, -1) and not each.is_start_seen:
                 cut.setdefault(each.group, each.sequence)
         rest = tuple(
             each
@@ -285,10 +287,12 @@ def _make_boxes(
     dumps: dict[int, Dump],
     members: dict[str, tuple[int, ...]],
     latest_ns: int,
+    num_issued: dict[int, int],
 ) -> dict[int, BlackBox]:
     """The boxes by rank. They show a standstill, which the diagnosis then calls probable.
 
-    No dump states when it was written, and a copy changes the time of its file.
+    No dump states when it was written, and a copy changes the time of its file. A header counts
+    more collectives than its box holds if the device had not started all.
     """
     begins, ends = {}, {}
     for name in members:
@@ -308,7 +312,7 @@ def _make_boxes(
             replace(
                 _HEADER,
                 rank=rank,
-                num_issued=len(dump.collectives),
+                num_issued=num_issued[rank],
                 sign_ns=latest_ns,
                 sign_unix_ns=latest_ns,
                 hang_seen_ns=latest_ns,
@@ -350,12 +354,11 @@ def _make_box(
             known.
         header: The header of the box.
     """
-    shown = dump.collectives[-(CAPACITY - 1) :]
     groups = {name: index for index, name in enumerate(sorted(members))}
     places: dict[CodePlace, int] = {}
     digests: dict[str, int] = {}
-    rows: NDArray[np.void] = np.zeros(len(shown), ENTRY)
-    for at, each in enumerate(shown):
+    rows: NDArray[np.void] = np.zeros(len(dump.collectives), ENTRY)
+    for at, each in enumerate(dump.collectives):
         row = rows[at]
         if each.place is not None and len(places) < _MAX_PLACES:
             places.setdefault(each.place, len(places) + 1)

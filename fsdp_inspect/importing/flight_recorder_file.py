@@ -57,7 +57,7 @@ class Collective:
     place: CodePlace | None
     """The user's line; None without a stack."""
     has_stack: bool
-    has_started: bool = False
+    is_start_seen: bool = False
     """Whether its start on the device was seen. NCCL looks with TORCH_NCCL_ENABLE_TIMING only."""
 
 
@@ -196,7 +196,8 @@ def _parse(entry: Mapping[str, Any]) -> tuple[int, Collective] | None:
         dtype=dtype,
         time_ns=time_ns,
         completed_ns=completed,
-        has_started=entry.get("state") == "started" or completed > 0,
+        is_start_seen=entry.get("state") == "started"
+        or bool(read_whole(entry.get("time_discovered_started_ns"))),
         phase=_phase(frames),
         place=_place(frames),
         has_stack=bool(frames),

@@ -370,7 +370,13 @@ def _late(found: Diagnosis) -> str:
     first = found.first_culprit
     doing = "" if first is None else f" {_doing(first, found)}"
     rest = f"{_waits(found)}{_skipped_batch(found)}{_then_gone(first, found)}"
-    return f"{who} never reached {what}{of_step(found.step)}.{doing}{rest}"
+    never = "had not started" if _list_behind(found, found.ranks) else "never reached"
+    return f"{who} {never} {what}{of_step(found.step)}.{doing}{rest}"
+
+
+def _list_behind(found: Diagnosis, ranks: Sequence[int]) -> list[int]:
+    """Those of some ranks whose device had not started what they had issued."""
+    return [each.rank for each in found.states if each.has_unstarted and each.rank in ranks]
 
 
 _STAGES = {
@@ -474,10 +480,17 @@ def _paging(process: ProcessSigns | None) -> str:
 
 
 def _last_seen(state: RankState, found: Diagnosis) -> str:
+    is_alone = len(found.ranks) == 1
+    whose, who = ("Its", "it") if is_alone else (f"Rank {state.rank}'s", f"rank {state.rank}")
     if state.last is None:
-        return "Its dump has no collective."
+        return f"{whose} dump has no collective."
+    if state.has_unstarted:
+        return (
+            f"{whose} device was in earlier work, which a dump does not show: {who} had issued "
+            "collectives that the device had not started."
+        )
     what = _issued_at(state.last, found)
-    return f"Its last collective was {what}. A dump does not show its activity after that."
+    return f"{whose} last collective was {what}. A dump does not show its activity after that."
 
 
 def _unseen(state: RankState, since: str) -> str:
@@ -1030,8 +1043,11 @@ def _describe_wait(wait: Wait, found: Diagnosis) -> str:
     )
     since = "" if found.is_imported else f", for up to {_seconds(wait.seconds)} when last seen"
     text = f"{capitalize(format_ranks(wait.waiting))} waited in {what}{place}{since}."
-    if wait.absent:
-        text += f" {capitalize(format_ranks(wait.absent))} had not issued it."
+    behind = _list_behind(found, wait.absent)
+    if behind:
+        text += f" The device of {format_ranks(behind)} had not started it."
+    if others := [rank for rank in wait.absent if rank not in behind]:
+        text += f" {capitalize(format_ranks(others))} had not issued it."
     return text
 
 
@@ -1054,7 +1070,9 @@ def _describe_state(state: RankState, found: Diagnosis) -> str:
     parts = []
     if state.activity is not None:
         parts.append(_activity(state.activity))
-    if state.last is not None:
+    if state.has_unstarted:
+        parts.append("issued collectives that its device had not started")
+    if state.last is not None and (state.waits or not state.has_unstarted):
         verb = "waiting in" if state.waits else "last issued"
         is_open = found.is_imported and not (state.waits or state.last.has_finished)
         parts.append(

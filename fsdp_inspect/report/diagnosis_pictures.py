@@ -44,6 +44,7 @@ _STATE_STYLES = {
     CellState.DIFFERS: "bold red",
     CellState.WAITS: "yellow",
     CellState.NOT_ISSUED: "bold red",
+    CellState.NOT_STARTED: "bold red",
 }
 _ENDS = {
     EndKind.COMPLETE: "ended",

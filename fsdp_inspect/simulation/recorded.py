@@ -11,6 +11,7 @@ are more than `MAX_STEPS`, those farthest from the typical step time. If they di
 the replay error shows it.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -383,14 +384,22 @@ def _expect_sharded_units(run: RunSource) -> None:
         )
 
 
+_SHARES_MODULE = re.compile(r" (\[pg=|#)\d+")
+"""In the name of a unit: the size of its group, or its number, if its module has several units."""
+
+
 def _expect_planned_units(run: RunSource, plan: Plan) -> None:
-    """Check that the plan has every unit.
+    """Check that the plan has every unit of a module.
 
     Raises:
         MissingDataError: It lacks some: modules whose parameters are on several meshes, as the
             experts of a block, are several units, and a plan has one mesh for a module.
     """
-    lacking = [each.fqn for each in run.manifest.units if each.fqn not in plan.unit_names]
+    lacking = [
+        each.fqn
+        for each in run.manifest.units
+        if each.fqn not in plan.unit_names and _SHARES_MODULE.search(each.fqn)
+    ]
     if lacking:
         raise MissingDataError(
             f"Run {run.manifest.run_id!r} cannot be simulated: {len(lacking)} of its "

@@ -217,6 +217,24 @@ def test_a_setting_that_the_baseline_does_not_contain_is_no_cause() -> None:
     assert causes(manifest(), manifest(observed={"dropout": "0.1 in 3 modules"})) == []
 
 
+def test_another_mesh_is_a_cause_only_if_both_sides_record_it() -> None:
+    one, two = (manifest(mesh=mesh) for mesh in ({"shard": 4}, {"replicate": 2, "shard": 2}))
+    of_import = manifest(source="imported", mesh={})
+
+    assert causes(one, two, of_memory=False) == ["the mesh is 2 x 2 instead of 4"]
+    assert causes(one, of_import, of_memory=False) == causes(of_import, one, of_memory=False) == []
+
+
+def test_prefetch_and_checkpointing_that_an_import_does_not_record_are_no_causes() -> None:
+    full = {"full": ["layers.0"], "selective": []}
+    recorded = manifest(plan={"forward_prefetch": 2, "checkpointing": full})
+    of_import = manifest(source="imported", plan={})
+    for of_memory in (True, False):
+        for growth in (UNSHARDED, ACTIVATIONS):
+            assert not causes(recorded, of_import, growth, of_memory=of_memory)
+            assert not causes(of_import, recorded, growth, of_memory=of_memory)
+
+
 def test_checkpointing_that_was_turned_on_is_no_cause_of_more_memory() -> None:
     on, off = (manifest(plan={"checkpointing": {"full": names}}) for names in (["layers.0"], []))
     (cause,) = causes(on, off)

@@ -363,6 +363,15 @@ def test_an_imported_run_without_units_is_compared_with_what_it_has():
     assert any("Different source" in caveat for caveat in comparison.caveats)
 
 
+def test_a_setting_that_an_import_lacks_is_not_counted_among_more_sides_either():
+    first = run_of_step(100, config={"lr": 1}, mesh={"shard": 2})
+    third = run_of_step(100, config={"lr": 2}, mesh={"replicate": 2, "shard": 1})
+    of_import = run_of_step(100, source="imported", mesh={})
+    [alone] = compare_runs(first, of_import).conclusions
+    [beside, _] = compare_runs(first, of_import, third).conclusions
+    assert alone.reasons[-1] == beside.reasons[-1] == "The only setting that differs is source."
+
+
 @pytest.mark.parametrize("given", [(), ([],)])
 def test_one_run_is_nothing_to_compare(given):
     with pytest.raises(ValueError, match="needs at least two runs"):

@@ -165,6 +165,21 @@ def test_an_unknown_setting_is_no_difference():
     ]
 
 
+@pytest.mark.parametrize("name", ["attention", "unused_parameters", "gradients_between_backwards"])
+def test_an_observation_that_one_recording_lacks_is_a_difference(name):
+    observed = {"dropout": "none"}
+    first, second = manifest(observed=observed), manifest(observed={**observed, name: "sdpa"})
+    assert differences(first, second) == [("model", name, "", (None, "sdpa"))]
+    assert not are_repeats(first, second)
+    imported = manifest(observed=observed, source="imported")
+    assert [each[1] for each in differences(imported, second)] == ["source"]
+
+
+def test_unknown_is_a_value_in_the_settings_of_a_script():
+    first, second = (manifest(config={"dataset": name}) for name in ("unknown", "c4"))
+    assert differences(first, second) == [("config", "dataset", "", ("unknown", "c4"))]
+
+
 def test_an_import_does_not_state_its_sharder():
     (caveat,) = find_comparison_caveats(
         [manifest(sharder="ddp"), manifest(source="imported")], ["A", "B"]

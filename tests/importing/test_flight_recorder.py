@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from fsdp_inspect.analysis.run_heading import describe_sharding
 from fsdp_inspect.analysis.summary import measure_summary
+from fsdp_inspect.diagnosis.collective_grid import CellState
 from fsdp_inspect.diagnosis.diagnose import Diagnosis, ProblemClass, Status, Unknown
 from fsdp_inspect.errors import CorruptFileError, FsdpInspectError, ImportingError, NotARunError
 from fsdp_inspect.importing.flight_recorder import import_dumps, looks_like_dumps
@@ -18,6 +19,7 @@ from fsdp_inspect.report.diagnosis import describe_diagnosis
 from fsdp_inspect.report.wording import describe_run
 from fsdp_inspect.run import open_run
 from fsdp_inspect.store.reader import open_run as read_run
+from fsdp_inspect.trace.black_box import CAPACITY
 from fsdp_inspect.trace.codes import EventKind
 from tests.conftest import Torchrun
 from tests.importing.flight_recorder_dumps import (
@@ -30,10 +32,17 @@ from tests.importing.flight_recorder_dumps import (
 )
 
 
-def write(folder: Path, entries: dict[int, list[dict[str, Any]]], *, ranks: str = "[0, 1, 2]"):
-    """The dumps of some ranks."""
+def write(
+    folder: Path,
+    entries: dict[int, list[dict[str, Any]]],
+    *,
+    ranks: str = "[0, 1, 2]",
+    **groups: str,
+):
+    """The dumps of some ranks, with the ranks of further groups by name."""
     folder.mkdir(exist_ok=True)
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
+    config |= {name: {"name": name, "desc": name, "ranks": each} for name, each in groups.items()}
     for rank, each in entries.items():
         file = folder / f"nccl_trace_rank_{rank}"
         file.write_text(json.dumps({"version": "2.10", "pg_config": config, "entries": each}))
@@ -71,9 +80,55 @@ def test_the_rank_whose_device_has_not_started_a_collective_is_late(tmp_path: Pa
     found = diagnose_dumps(write(tmp_path / "dumps", {0: waits, 1: waits, 2: behind}))
 
     assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (2,), False)
-    assert "Rank 2 never reached all-gather 2" in describe_diagnosis(found).sentence
+    described = describe_diagnosis(found)
+    assert described.sentence.startswith(
+        "Probably: Rank 2 had not started all-gather 2 (600 B) in forward. Its device was in "
+        "earlier work, which a dump does not show: it had issued collectives that the device had "
+        "not started. 2 ranks waited for it."
+    )
+    assert "The device of rank 2 had not started it." in described.evidence[0]
+    assert "Rank 2: issued collectives that its device had not started." in described.evidence
+    assert found.grid is not None
+    states = {column.ranks: column.cells[-1].state for column in found.grid.columns}
+    assert states == {(0, 1): CellState.WAITS, (2,): CellState.NOT_STARTED}
     notes = " ".join(read_run(tmp_path / "run").manifest.notes)
     assert "that rank 2 issued, and that the device had not started" in notes
+
+
+def test_a_circle_beside_a_complete_group_is_named(tmp_path: Path) -> None:
+    """Ranks 0 and 1 issue two collectives in opposite orders; all of `other` have issued theirs."""
+    queued = WAITING | {"state": "scheduled", "time_discovered_started_ns": None}
+
+    def issue(group: str, position: int, **fields: Any) -> dict[str, Any]:
+        of_group = {
+            "process_group": [group, group],
+            "collective_seq_id": 2,
+            "output_sizes": [[200]],
+        }
+        return entry(position, **(of_group if group != "0" else {}) | fields)
+
+    entries = {
+        rank: [entry(0), issue(group, 0, collective_seq_id=1), entry(1, **WAITING)]
+        for rank, group in enumerate(["pair", "pair", "other", "other"])
+    }
+    for rank, group in enumerate(["pair", "", "other", "other"]):
+        entries[rank] += [issue(group, 2, **queued)] if group else []
+    entries[1][2:] = [issue("pair", 1, **WAITING), entry(1, **queued)]
+
+    folder = write(tmp_path / "dumps", entries, ranks="[0, 1, 2, 3]", pair="[0, 1]", other="[2, 3]")
+    found = diagnose_dumps(folder)
+
+    assert (found.status, found.is_certain) == (Status.PROBLEM, False)
+    assert "The ranks wait for each other" in describe_diagnosis(found).sentence
+
+
+def test_dumps_longer_than_a_black_box_are_compared_where_all_have_them(tmp_path: Path) -> None:
+    done = [entry(number) for number in range(CAPACITY + 9)]
+    waits = [*done, entry(len(done), **WAITING)]
+
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: waits, 1: waits, 2: done}))
+
+    assert f"Rank 2 never reached all-gather {len(waits)}" in describe_diagnosis(found).sentence
 
 
 @pytest.mark.parametrize("state", ["started", "scheduled"])
@@ -85,6 +140,41 @@ def test_a_collective_that_one_rank_has_finished_shows_no_standstill(tmp_path: P
     found = diagnose_dumps(write(tmp_path / "dumps", {0: done, 1: waits, 2: waits}))
 
     assert (found.status, found.unknown) == (Status.CANNOT_TELL, Unknown.TIME_OF_DUMP)
+
+
+def test_the_last_collective_of_several_late_ranks_is_that_of_the_first(tmp_path: Path) -> None:
+    done = [entry(0), entry(1)]
+    waits = [*done, entry(2, **WAITING)]
+
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: waits, 1: done, 2: done}))
+
+    sentence = describe_diagnosis(found).sentence
+    assert "Ranks 1-2 never reached all-gather 3" in sentence
+    assert "Rank 1's last collective was all-gather 2" in sentence
+
+
+@pytest.mark.parametrize("state", ["started", "scheduled"])
+def test_a_dump_that_is_older_than_the_others_names_no_rank(tmp_path: Path, state) -> None:
+    """Others have finished a collective that is open in it, so its rank had joined that."""
+    waits = [entry(0), entry(1), entry(2, **WAITING)]
+    queued = WAITING | {"time_discovered_started_ns": None}
+    older = [entry(0), entry(1, **queued | {"state": state})]
+    older.append(entry(2, **queued | {"state": "scheduled"}))
+
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: waits, 1: older, 2: waits}))
+
+    assert (found.status, found.unknown) == (Status.CANNOT_TELL, Unknown.TIME_OF_DUMP)
+
+
+def test_a_rank_whose_dump_has_no_starts_is_not_late(tmp_path: Path) -> None:
+    """TORCH_NCCL_ENABLE_TIMING is set on some ranks only."""
+    waits = [entry(0), entry(1, **WAITING)]
+    unseen = {"time_discovered_started_ns": None}
+    queued = [entry(0, **unseen), entry(1, **WAITING | unseen | {"state": "scheduled"})]
+
+    found = diagnose_dumps(write(tmp_path / "dumps", {0: waits, 1: waits, 2: queued}))
+
+    assert (found.problem, found.ranks) == (ProblemClass.TRANSPORT_STUCK, ())
 
 
 def test_the_rank_that_did_not_issue_a_collective_is_late(tmp_path: Path) -> None:

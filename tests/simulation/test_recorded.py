@@ -329,3 +329,13 @@ def test_a_run_without_timed_steps_is_refused():
     short = replace(run, manifest=run.manifest.model_copy(update={"warmup_steps": NUM_STEPS}))
     with pytest.raises(MissingDataError, match="no timed step"):
         measure_work(short)
+
+
+@pytest.mark.parametrize("second", ["layers.1 [pg=2]", "layers.1 [pg=2] #2", "layers.1 #2"])
+def test_a_module_with_units_on_several_meshes_is_refused_with_its_reason(second: str) -> None:
+    run = as_run(simple(3), Execution.HOST)
+    units = list(run.manifest.units)
+    units[2] = units[2].model_copy(update={"fqn": second})
+    shared = replace(run, manifest=run.manifest.model_copy(update={"units": units}))
+    with pytest.raises(MissingDataError, match=r"1 of its 3 units share their module"):
+        measure_work(shared)
