@@ -292,6 +292,15 @@ class _Merged:
                 sizes.setdefault(trace.world_size, []).append(file)
         return dict(sorted(sizes.items()))
 
+    def _copies(self) -> list[list[str]]:
+        """The traces without a rank that look like copies of each other."""
+        alike: dict[object, list[str]] = {}
+        for rank, (file, trace) in sorted(self._traces.items()):
+            if trace.rank is None:
+                digest = self._places[rank][0].times_digest
+                alike.setdefault((trace.host, trace.wall_start_ns, digest), []).append(file)
+        return [files for files in alike.values() if len(files) > 1]
+
     def _unequal_groups(self) -> list[int]:
         """Groups whose ranks do not have the same collectives in the same order."""
         groups = {group for orders in self._orders.values() for group in orders}
@@ -334,6 +343,11 @@ class _Merged:
                 "Some traces do not contain their rank: they are numbered in the order of their "
                 "file names, and the processes of one file in the order of their devices."
             )
+        notes += [
+            f"{listed(files, _MAX_NOTED)} have equal times of all events, to the nanosecond: "
+            "they may be copies of one trace. Each counts as a rank. Import one copy."
+            for files in self._copies()
+        ]
         unequal = self._unequal_groups()
         if unequal:
             names = self._names.group_names
