@@ -294,12 +294,14 @@ class _Merged:
 
     def _copies(self) -> list[list[str]]:
         """The traces without a rank that look like copies of each other."""
-        alike: dict[object, list[str]] = {}
-        for rank, (file, trace) in sorted(self._traces.items()):
+        alike: dict[object, dict[str, str]] = {}
+        for rank, (name, trace) in sorted(self._traces.items()):
+            part = self._places[rank][0]
+            file = name.rpartition(":")[0] if part.is_process else name
             if trace.rank is None:
-                digest = self._places[rank][0].times_digest
-                alike.setdefault((trace.host, trace.wall_start_ns, digest), []).append(file)
-        return [files for files in alike.values() if len(files) > 1]
+                key = trace.host, trace.wall_start_ns, part.times_digest
+                alike.setdefault(key, {}).setdefault(file, name)
+        return [list(names.values()) for names in alike.values() if len(names) > 1]
 
     def _unequal_groups(self) -> list[int]:
         """Groups whose ranks do not have the same collectives in the same order."""

@@ -131,7 +131,7 @@ def test_a_file_is_a_rank_for_each_process_with_the_numbers_of_its_records(
 
 
 def test_processes_with_one_number_are_ranks_with_a_note(tmp_path: Path) -> None:
-    trace = write(tmp_path / "a.json.gz", training(111, 0), training(111, 1), training(112, 2))
+    trace = write(tmp_path / "a.json.gz", training(111, 0), training(111, 0), training(112, 2))
     imported = import_traces(trace, tmp_path / "run")
     assert len(imported.ranks) == 3
     (note,) = [note for note in imported.notes if "Several processes" in note]
