@@ -143,6 +143,18 @@ def test_a_cuda_graph_is_a_kernel_of_its_time_and_noted(export: Path, tmp_path: 
     assert "1 of them have no times" in note
 
 
+def test_idle_time_that_the_first_step_lacks_is_noted(export: Path, tmp_path: Path) -> None:
+    # The steps of 10 ms are 2 to 9 ms and 9 to 19 ms: the first one lacks the time before 2 ms.
+    notes = import_traces(export, tmp_path / "idle").notes
+    assert any(note.startswith("The first step is over 5% shorter") for note in notes)
+    with closing(sqlite3.connect(export)) as database, database:
+        table = "CUPTI_ACTIVITY_KIND_KERNEL"
+        database.execute(f"UPDATE {table} SET start = 0 WHERE start = {2 * MS}")
+        database.execute(f"UPDATE {table} SET end = end + {MS} WHERE end % {10 * MS} = {9 * MS}")
+    notes = import_traces(export, tmp_path / "busy").notes
+    assert not any(note.startswith("The first step is") for note in notes)
+
+
 def test_the_command_imports_and_shows_an_export(export: Path, tmp_path: Path, invoke) -> None:
     assert invoke("import", export, "--out", tmp_path / "run").code == 0
     assert invoke("show", tmp_path / "run").code == 0
