@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fsdp_inspect.trace.black_box import BlackBox
-from fsdp_inspect.trace.live_memory import HOST_ALLOCATION_FAILED
 from fsdp_inspect.trace.run import RankRecord, RunStatus
 from fsdp_inspect.trace.stack_dumps import DumpSource, StackDump
 
@@ -55,17 +54,7 @@ class RankEnd:
         return self.kind is EndKind.FATAL_SIGNAL or self.may_have_crashed
 
 
-_PEER_LOST = re.compile(
-    r"connection (closed|reset|refused)|closed by peer|broken pipe|socket|remote (error|process)"
-    r"|ncclRemoteError|nccl.*(abort|watchdog)|gloo/transport|timed? ?out|SignalException"
-    r"|recvValue failed|DistNetworkError|DistStoreError",
-    re.IGNORECASE,
-)
 _TIMED_OUT = re.compile(r"time[ds]? ?out|timing out", re.IGNORECASE)
-_OF_PYTHON = re.compile(r"^(Connection\w*|BrokenPipe|Timeout)Error at step|DataLoader")
-"""Errors that Python code raises. A collective or the store raises a `RuntimeError`."""
-_OF_DEVICE = re.compile(r"CUDA error:")
-_OUT_OF_MEMORY = re.compile(rf"^(OutOfMemoryError|MemoryError|.*{HOST_ALLOCATION_FAILED.pattern})")
 
 
 def has_timed_out(detail: str) -> bool:
@@ -112,16 +101,11 @@ def _find_end(record: RankRecord, box: BlackBox | None, dumps: Sequence[StackDum
 
 
 def _sort(record: RankRecord) -> EndKind:
-    failure = record.failure or ""
-    if _OUT_OF_MEMORY.search(failure):
+    if record.ran_out_of_memory:
         return EndKind.OUT_OF_MEMORY
-    if failure.startswith("KeyboardInterrupt"):
+    if (record.failure or "").startswith("KeyboardInterrupt"):
         return EndKind.INTERRUPTED
-    text = record.communication_error
-    if text is None:  # an earlier version recorded only the text
-        text = "" if _OF_PYTHON.search(failure) else failure
-    is_lost = _PEER_LOST.search(text) and not _OF_DEVICE.search(text)
-    return EndKind.PEER_LOST if is_lost else EndKind.EXCEPTION
+    return EndKind.PEER_LOST if record.lost_peer else EndKind.EXCEPTION
 
 
 def first_ends(ends: Mapping[int, RankEnd]) -> list[RankEnd]:

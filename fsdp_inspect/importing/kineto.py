@@ -292,6 +292,17 @@ class _Merged:
                 sizes.setdefault(trace.world_size, []).append(file)
         return dict(sorted(sizes.items()))
 
+    def _copies(self) -> list[list[str]]:
+        """The traces without a rank that look like copies of each other."""
+        alike: dict[object, dict[str, str]] = {}
+        for rank, (name, trace) in sorted(self._traces.items()):
+            part = self._places[rank][0]
+            file = name.rpartition(":")[0] if part.is_process else name
+            if trace.rank is None:
+                key = trace.host, trace.wall_start_ns, part.times_digest
+                alike.setdefault(key, {}).setdefault(file, name)
+        return [list(names.values()) for names in alike.values() if len(names) > 1]
+
     def _unequal_groups(self) -> list[int]:
         """Groups whose ranks do not have the same collectives in the same order."""
         groups = {group for orders in self._orders.values() for group in orders}
@@ -334,6 +345,11 @@ class _Merged:
                 "Some traces do not contain their rank: they are numbered in the order of their "
                 "file names, and the processes of one file in the order of their devices."
             )
+        notes += [
+            f"{listed(files, _MAX_NOTED)} have equal times of all events, to the nanosecond: "
+            "they may be copies of one trace. Each counts as a rank. Import one copy."
+            for files in self._copies()
+        ]
         unequal = self._unequal_groups()
         if unequal:
             names = self._names.group_names

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_inspect.errors import ImportingError
+from fsdp_inspect.formatting import plural
 from fsdp_inspect.importing.trace_sources import NOTES_KEY, make_event, name_range
 
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+_GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+"""One row for each launch of a CUDA graph, unless nsys traced its nodes as kernels."""
 _SHIFT = 1 << 24
 """A `globalTid` has the thread in its lowest 24 bits, then the process."""
 _RANGES = (59, 60)
@@ -43,6 +46,7 @@ class NsightExport:
         with closing(_open(self._path)) as database:
             try:
                 yield from _kernels(database, process)
+                yield from _graphs(database, process)
                 yield from _copies(database, process)
                 yield from _calls(database, process)
                 yield from _ranges(database, process)
@@ -54,7 +58,9 @@ class NsightExport:
         with closing(_open(self._path)) as database:
             try:
                 devices = dict(_processes(database, self._path.name))
-                return _other_values(database, devices.get(process))
+                found = _other_values(database, devices.get(process))
+                found[NOTES_KEY] += _note_graphs(database, process)
+                return found
             except (sqlite3.Error, TypeError, ValueError, OverflowError) as error:
                 raise _damaged(self._path.name, error) from error
 
@@ -126,6 +132,31 @@ def _kernels(database: sqlite3.Connection, process: int) -> Iterator[Event]:
     for start, end, device, stream, correlation, name in rows:
         span = int(start), int(end)
         yield make_event("kernel", name or "unknown kernel", span, device, stream, correlation)
+
+
+def _graphs(database: sqlite3.Connection, process: int) -> Iterator[Event]:
+    """A kernel for each CUDA graph with a known time."""
+    for start, end, *place, _ in _graph_rows(database, process):
+        if end:
+            yield make_event("kernel", "CUDA graph", (int(start), int(end)), *place)
+
+
+def _graph_rows(database: sqlite3.Connection, process: int) -> Iterator[tuple[Any, ...]]:
+    wanted = "deviceId, streamId, correlationId"
+    return _select(database, _GRAPHS, process, wanted, "globalPid", "none")
+
+
+def _note_graphs(database: sqlite3.Connection, process: int) -> list[str]:
+    ends = [end for _, end, *_ in _graph_rows(database, process)]
+    if not ends:
+        return []
+    unknown = ends.count(0)
+    lost = f"{unknown} of them have no times: idle time includes them. " if unknown else ""
+    return [
+        f"The trace has {plural(len(ends), 'launch', 'launches')} of CUDA graphs. Each counts as "
+        f"one kernel of compute, with the collectives in it. {lost}Profile their kernels with "
+        "nsys profile --cuda-graph-trace=node."
+    ]
 
 
 def _copies(database: sqlite3.Connection, process: int) -> Iterator[Event]:

@@ -129,6 +129,12 @@ _NO_TRAINING = (
     "The trace shows no backward pass and no optimizer step (inferred from names): it may be of "
     "inference."
 )
+_SHORT_RATIO = 0.05
+_SHORT_START = (
+    f"The first step is over {_SHORT_RATIO:.0%} shorter than the others. A step begins when the "
+    "work of the one before has ended, and the first one at its first kernel. So it may lack idle "
+    "time, and the typical step and its host-bound time may be too short. Profile more steps."
+)
 _UNIX_AGE_NS = 10**18
 """Larger times are since 1970 instead of since the base time of the trace."""
 
@@ -212,6 +218,8 @@ def read_rank(trace: KinetoTrace, names: RunNames, *, by_step: bool | None) -> R
     notes = _notes(trace, comms, ranges, marks, phases, lacks_launches=lacks_launches)
     if lacks_training:
         notes.append(_NO_TRAINING)
+    if has_kernels and _has_short_start(events):
+        notes.append(_SHORT_START)
     return RankTrace(
         rank=read_whole(distributed.get("rank")),
         world_size=groups.world_size or None,
@@ -279,6 +287,13 @@ def read_kernels(trace: KinetoTrace, units: Sequence[str]) -> KernelRecord:
     marks, phases = StepMarks.of(trace), PhaseRanges.of(trace, ranges)
     maker = _find_rows(trace, GroupNames.of({}), ranges, phases, marks, names)
     return maker.kernels(*_own(maker.trace, maker.comms, ranges))
+
+
+def _has_short_start(events: EventTable) -> bool:
+    """Whether the first step is clearly shorter than the median of the others."""
+    steps = events.where(events.kind == EventKind.STEP)
+    first, *others = (steps.end_ns - steps.start_ns)[np.argsort(steps.step)].tolist() or [0]
+    return bool(others) and first < (1 - _SHORT_RATIO) * float(np.median(others))
 
 
 def _lacks_training(names: Sequence[str]) -> bool:

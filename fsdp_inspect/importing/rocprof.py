@@ -9,6 +9,7 @@ import needs marked steps. Source: ROCm/rocprofiler-sdk, rocprofv3-schema.json a
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,17 @@ class RocprofJson:
                 f"{path.name} cannot be read: {error}. Expected a complete file of "
                 "rocprofv3 --output-format json. Profile again."
             ) from error
-        self._processes = {each.metadata.pid: each for each in read if _device_of(each) is not None}
+        self._processes: dict[int, _Process] = {}
+        self._doubled: set[int] = set()
+        free = count(max((each.metadata.pid for each in read), default=0) + 1)
+        for each in read:
+            number = each.metadata.pid
+            if _device_of(each) is None:
+                continue
+            if number in self._processes:
+                self._doubled.add(number)
+                number = next(free)
+            self._processes[number] = each
 
     def list_processes(self) -> list[int]:
         """The processes that ran kernels, by their first device, then their number."""
@@ -176,7 +187,14 @@ class RocprofJson:
         return {
             "host_name": one.metadata.node.hostname,
             "deviceProperties": [{"name": names.get(_device_of(one) or 0, "")}],
-            NOTES_KEY: [_NOTE],
+            NOTES_KEY: [
+                _NOTE,
+                *(
+                    f"Several processes of {self._name} have the number {number}, as on several "
+                    "nodes. Each is a rank; all but the first have a free number here."
+                    for number in sorted(self._doubled)
+                ),
+            ],
             MARKS_KEY: True,
         }
 

@@ -192,6 +192,16 @@ def _general_notes(ranks: Sequence[RankSnapshot], files: Sequence[Path]) -> list
             "torch.cuda.memory._record_memory_history(global_record_annotations=True) before the "
             "steps of interest."
         )
+    named: dict[int, list[str]] = {}
+    for file in files:
+        if found := RANK_IN_NAME.search(file.name):
+            named.setdefault(int(found[1]), []).append(file.name)
+    notes += [
+        f"{listed(names, 4)} all name rank {rank}, and each is a rank of this run. Import one "
+        "recording at a time."
+        for rank, names in named.items()
+        if len(names) > 1
+    ]
     if units and not any(rank.positions.has_backward for rank in ranks):
         notes.append(
             "The backward has no annotations, because it runs in a separate thread: its "

@@ -77,6 +77,8 @@ class TracePart:
     num_collectives: int
     num_ungrouped: int
     num_unsized: int
+    times_digest: bytes
+    """The digest of the times of all rows."""
 
 
 def read_part(asked: TraceToRead, on_share: Callable[[float], None] | None = None) -> TracePart:
@@ -114,6 +116,7 @@ def read_part(asked: TraceToRead, on_share: Callable[[float], None] | None = Non
         num_collectives=len(collectives),
         num_ungrouped=int(np.count_nonzero(collectives.group < 0)),
         num_unsized=int(np.count_nonzero(is_unsized)),
+        times_digest=hashlib.sha256(events.start_ns.tobytes() + events.end_ns.tobytes()).digest(),
     )
     trace_kernels = trace.kernels
     del trace, collectives

@@ -40,17 +40,20 @@ def note_missing(missing: Sequence[int], world_size: int) -> list[str]:
 
 
 def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> list[str]:
-    """Note the ranks that failed or crashed.
+    """Note the ranks that failed or crashed: first the own errors, last the lost peers.
 
     Args:
         records: All ranks.
         last_signs: Time of the last write of each crashed rank, wall time in ns.
     """
+    failed = [record for record in records if record.status is RunStatus.FAILED]
+    failed.sort(key=lambda record: (record.failed_unix_ns, record.rank))
     notes = [
         f"Rank {record.rank} failed: {(record.failure or 'unknown error').rstrip('.')}."
-        for record in records
-        if record.status is RunStatus.FAILED
+        for record in failed
+        if not record.lost_peer
     ][:_MAX_PROBLEMS]
+    left = _MAX_PROBLEMS - len(notes)
     crashed = [record for record in records if record.status is RunStatus.CRASHED]
     if crashed:
         latest = max(last_signs[record.rank] for record in crashed)
@@ -61,6 +64,12 @@ def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> l
             f"of about {lost:g} s before the end are lost, or more if the machine was too busy or "
             "the disk had failed."
         )
+    notes += [
+        f"Rank {record.rank} failed after it lost another rank, or waited too long for it: "
+        f"{(record.failure or '').rstrip('.')}."
+        for record in failed
+        if record.lost_peer
+    ][:left]
     return notes
 
 

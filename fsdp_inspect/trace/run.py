@@ -4,6 +4,7 @@
 newer minor version may add. Writing is strict.
 """
 
+import re
 import shlex
 from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum, StrEnum
@@ -19,7 +20,12 @@ from fsdp_inspect.trace.codes import MemoryCategory
 from fsdp_inspect.trace.correctness import TrainingSeen
 from fsdp_inspect.trace.host_work import HostActivity
 from fsdp_inspect.trace.kernels import KernelRecord
-from fsdp_inspect.trace.live_memory import LiveHistory, LiveMoment, OutOfMemoryRecord
+from fsdp_inspect.trace.live_memory import (
+    HOST_ALLOCATION_FAILED,
+    LiveHistory,
+    LiveMoment,
+    OutOfMemoryRecord,
+)
 from fsdp_inspect.trace.network_probe import NetworkProbe
 from fsdp_inspect.trace.numerics import NumericsStep
 from fsdp_inspect.trace.records import SCHEMA_VERSION, Amount, Index, Moment, Record, WorldSize
@@ -667,6 +673,18 @@ MISSING_READING = "cannot be read on this machine"
 """Part of the problem that the machine lacks a reading, such as that of NVLink traffic."""
 
 
+_PEER_LOST = re.compile(
+    r"connection (closed|reset|refused)|closed by peer|broken pipe|socket|remote (error|process)"
+    r"|ncclRemoteError|nccl.*(abort|watchdog)|gloo/transport|timed? ?out|SignalException"
+    r"|recvValue failed|DistNetworkError|DistStoreError",
+    re.IGNORECASE,
+)
+_OF_PYTHON = re.compile(r"^(Connection\w*|BrokenPipe|Timeout)Error at step|DataLoader")
+"""Errors that Python code raises. A collective or the store raises a `RuntimeError`."""
+_OF_DEVICE = re.compile(r"CUDA error:")
+_OUT_OF_MEMORY = re.compile(rf"^(OutOfMemoryError|MemoryError|.*{HOST_ALLOCATION_FAILED.pattern})")
+
+
 class RankRecord(Record):
     """`rank.json`: one rank of one attempt; written at the start, on changes, and at the end."""
 
@@ -749,6 +767,21 @@ class RankRecord(Record):
         """The record with the identity of its run."""
         known = {"run_id": manifest.recorded_id, "run_created_unix_ns": manifest.created_unix_ns}
         return self.model_copy(update=known)
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether an allocation failed, on the device or the host."""
+        return _OUT_OF_MEMORY.search(self.failure or "") is not None
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether it failed because another rank was gone, or did not take part in time."""
+        failure, text = self.failure or "", self.communication_error
+        if self.ran_out_of_memory or failure.startswith("KeyboardInterrupt"):
+            return False
+        if text is None:  # an earlier version recorded only the text
+            text = "" if _OF_PYTHON.search(failure) else failure
+        return bool(_PEER_LOST.search(text) and not _OF_DEVICE.search(text))
 
     @property
     def origin(self) -> TableOrigin | None:

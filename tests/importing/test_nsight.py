@@ -124,6 +124,37 @@ def test_an_export_is_a_rank_for_each_process_with_the_numbers_of_its_tables(
     assert any("export of Nsight Systems" in note for note in imported.notes)
 
 
+def test_a_cuda_graph_is_a_kernel_of_its_time_and_noted(export: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(export)) as database, database:
+        database.execute(
+            "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start, end, deviceId, streamId, "
+            "correlationId, globalPid)"
+        )
+        graphs = [(9 * MS, 10 * MS, 0, 7, 1, 111 << 24), (0, 0, 0, 7, 2, 111 << 24)]
+        database.executemany(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?, ?, ?, ?, ?, ?)", graphs
+        )
+    imported = import_traces(export, tmp_path / "run")
+
+    kernels = open_run(tmp_path / "run").source.kernels(0).columns
+    assert kernels.time_ns == [MS, 5 * MS, 3 * MS, 5 * MS, 3 * MS]
+    (note,) = [note for note in imported.notes if "CUDA graphs" in note]
+    assert "has 2 launches of CUDA graphs" in note
+    assert "1 of them have no times" in note
+
+
+def test_idle_time_that_the_first_step_lacks_is_noted(export: Path, tmp_path: Path) -> None:
+    # The steps of 10 ms are 2 to 9 ms and 9 to 19 ms: the first one lacks the time before 2 ms.
+    notes = import_traces(export, tmp_path / "idle").notes
+    assert any(note.startswith("The first step is over 5% shorter") for note in notes)
+    with closing(sqlite3.connect(export)) as database, database:
+        table = "CUPTI_ACTIVITY_KIND_KERNEL"
+        database.execute(f"UPDATE {table} SET start = 0 WHERE start = {2 * MS}")
+        database.execute(f"UPDATE {table} SET end = end + {MS} WHERE end % {10 * MS} = {9 * MS}")
+    notes = import_traces(export, tmp_path / "busy").notes
+    assert not any(note.startswith("The first step is") for note in notes)
+
+
 def test_the_command_imports_and_shows_an_export(export: Path, tmp_path: Path, invoke) -> None:
     assert invoke("import", export, "--out", tmp_path / "run").code == 0
     assert invoke("show", tmp_path / "run").code == 0

@@ -130,6 +130,23 @@ def test_a_file_is_a_rank_for_each_process_with_the_numbers_of_its_records(
     assert invoke("show", tmp_path / "run").code == 0
 
 
+def test_processes_with_one_number_are_ranks_with_a_note(tmp_path: Path) -> None:
+    trace = write(tmp_path / "a.json.gz", training(111, 0), training(111, 0), training(112, 2))
+    imported = import_traces(trace, tmp_path / "run")
+    assert len(imported.ranks) == 3
+    (note,) = [note for note in imported.notes if "Several processes" in note]
+    assert "have the number 111" in note
+    assert not any("may be copies" in note for note in imported.notes)
+
+
+def test_copies_of_a_trace_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    for name in ("a.json.gz", "b.json.gz"):
+        write(tmp_path / "traces" / name, training(111, 0))
+    imported = import_traces(tmp_path / "traces", tmp_path / "run")
+    assert any(note.startswith("a.json.gz, b.json.gz have equal") for note in imported.notes)
+
+
 def test_a_whole_process_without_marks_is_refused_or_has_no_verdict(
     tmp_path: Path, invoke: Invoke
 ) -> None:

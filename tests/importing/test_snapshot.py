@@ -127,6 +127,16 @@ def test_every_protocol_gives_the_same_run(trained, tmp_path, protocol):
         assert (column == getattr(same, name)).all(), name
 
 
+def test_files_that_name_one_rank_are_noted(tmp_path):
+    folder = tmp_path / "snapshots"
+    folder.mkdir()
+    for name in ("a_rank0.pickle", "b_rank0.pickle", "rank1.pickle"):
+        train(FakeAllocator()).dump(folder / name)
+    notes = import_snapshot(folder, tmp_path / "run").notes
+    (note,) = [note for note in notes if "name rank" in note]
+    assert note.startswith("a_rank0.pickle, b_rank0.pickle all name rank 0")
+
+
 def test_a_leak_is_seen_at_the_ends_of_the_steps(tmp_path):
     _, run = imported(train(FakeAllocator(), num_steps=3, leak=4 * KIB), tmp_path)
     table = run.memory(0)

@@ -271,6 +271,19 @@ def test_failed_rank_says_why(tmp_path: Path) -> None:
     assert run.notes == ["Rank 0 failed: OutOfMemoryError: 3 GiB."]
 
 
+@pytest.mark.parametrize("own", ["ValueError at step 5: bad sample", "MemoryError: socket"])
+def test_the_rank_that_others_lost_is_named_first(tmp_path: Path, own: str) -> None:
+    attempt = create_run(tmp_path, make_manifest())
+    lost = "RuntimeError at step 5: Connection closed by peer"
+    write_rank(tmp_path, 0, attempt=attempt).close(RunStatus.FAILED, lost)
+    write_rank(tmp_path, 1, attempt=attempt).close(RunStatus.FAILED, own)
+
+    first, second = open_run(tmp_path).notes
+
+    assert first == f"Rank 1 failed: {own}."
+    assert second == f"Rank 0 failed after it lost another rank, or waited too long for it: {lost}."
+
+
 def test_missing_rank_is_named_and_asking_for_it_says_what_to_do(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path, ranks=[1]))
     assert run.status is RunStatus.PARTIAL

@@ -103,7 +103,14 @@ class LiveFeed:
                 for record in records
                 if record.status in (RunStatus.CRASHED, RunStatus.FAILED)
             ),
-            failure=next((record.failure for record in records if record.failure), None),
+            failure=next(
+                (
+                    record.failure
+                    for record in sorted(records, key=lambda each: each.lost_peer)
+                    if record.failure
+                ),
+                None,
+            ),
         )
 
     def _read_new(self, run: StoredRun, own: RankRecord | None) -> NewRows:

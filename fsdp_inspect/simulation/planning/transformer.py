@@ -387,6 +387,8 @@ class _Family:
     names: ModuleNames = HF_NAMES
     fields: Mapping[str, str] = field(default_factory=dict)
     """Other names of the config's sizes; several are separated by spaces, the first one counts."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The values of missing keys that differ from Llama's."""
     traits: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Transformer`."""
 
@@ -400,6 +402,7 @@ _GPT2 = {
 }
 _EXPERTS = {"active_experts": "num_experts_per_tok"}
 _LAYER_NORM = {"gated": False, "biased": True}
+_TIED = {"tie_word_embeddings": True}
 _IMAGE = {**_LAYER_NORM, "is_causal": False, "has_positions": True, "is_image": True}
 
 
@@ -408,21 +411,27 @@ def _names(blocks: str, embedding: str, norm: str, head: str) -> ModuleNames:
 
 
 _FAMILIES: Mapping[str, _Family] = {
-    **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2", "gemma"), _Family()
+    **dict.fromkeys(("llama", "granite", "phi3", "olmo2"), _Family()),
+    "mistral": _Family(defaults={"num_key_value_heads": 8}),
+    "qwen2": _Family(defaults={"num_key_value_heads": 32}),
+    "qwen3": _Family(defaults={"num_key_value_heads": 32, "head_dim": 128}),
+    "gemma": _Family(defaults={**_TIED, "num_key_value_heads": 16, "head_dim": 256}),
+    "mixtral": _Family(
+        fields={**_EXPERTS, "experts": "num_local_experts"}, defaults={"num_key_value_heads": 8}
     ),
-    "mixtral": _Family(fields={**_EXPERTS, "experts": "num_local_experts"}),
     "qwen3_moe": _Family(
         fields={
             **_EXPERTS,
             "experts": "num_experts num_local_experts",
             "intermediate_size": "moe_intermediate_size",
-        }
+        },
+        defaults={"num_key_value_heads": 4},
     ),
     "gpt2": _Family(
         names=_names("transformer.h", "transformer.wte", "transformer.ln_f", "lm_head"),
         fields=_GPT2,
-        traits={**_LAYER_NORM, "tie_embeddings": True, "has_positions": True},
+        defaults=_TIED,
+        traits={**_LAYER_NORM, "has_positions": True},
     ),
     "gpt_neox": _Family(
         names=_names(
@@ -440,12 +449,8 @@ _FAMILIES: Mapping[str, _Family] = {
     **{
         kind: _Family(
             names=_names(f"{kind}.encoder.layer", f"{kind}.embeddings", f"{kind}.norm", "head"),
-            traits={
-                **_LAYER_NORM,
-                "tie_embeddings": True,
-                "has_positions": True,
-                "is_causal": False,
-            },
+            defaults=_TIED,
+            traits={**_LAYER_NORM, "has_positions": True, "is_causal": False},
         )
         for kind in ("bert", "roberta")
     },
@@ -513,7 +518,10 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
             f"{str(path)!r}. Expected a model_type of {quote_all(tuple(_FAMILIES))}. Plan other "
             "models with a builder: --model MODULE:FUNCTION."
         )
+    if "experts" in family.fields:
+        _refuse_dense_blocks(path, fields)
     fields = {
+        **family.defaults,
         **fields,
         **{
             name: next((fields[each] for each in others.split() if fields.get(each)), None)
@@ -542,7 +550,6 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         for name in ("experts", "active_experts")
         if name in family.fields
     }
-    tied = bool(fields.get("tie_word_embeddings", False))
     model = Transformer(
         name=path.parent.name or kind,
         dim=sizes["hidden_size"],
@@ -555,9 +562,21 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         norm_bytes=0 if "biased" in traits else _UNFUSED_NORM,
         copies_attention=False,
         module_names=family.names,
-        **{"tie_embeddings": tied, **traits},
+        tie_embeddings=bool(fields.get("tie_word_embeddings")),
+        **traits,
     )
     return model, longest if isinstance(longest, int) else None
+
+
+def _refuse_dense_blocks(path: Path, fields: Mapping[str, Any]) -> None:
+    """Refuse a model with experts in some blocks only, as Qwen3 MoE's config may ask for."""
+    for name, of_all in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if fields.get(name, of_all) not in (of_all, None):
+            raise ConfigError(
+                f"Unsupported {name} in {str(path)!r}: {shorten(repr(fields[name]))}. Expected "
+                f"{of_all}: all blocks have experts. Plan this model with a builder: --model "
+                "MODULE:FUNCTION."
+            )
 
 
 def _sizes_of_images(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:

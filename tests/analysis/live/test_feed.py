@@ -120,6 +120,13 @@ def test_a_failure_is_told_in_its_own_words(path):
     assert describe_live(live) == "no memory left. The last step was 2."
 
 
+def test_the_reason_is_the_own_error_of_a_rank_before_that_of_one_that_lost_it(path):
+    lost = "RuntimeError at step 2: Connection closed by peer"
+    write_steps(path, 0).close(RunStatus.FAILED, lost)
+    write_steps(path, 1).close(RunStatus.FAILED, "ValueError at step 2: bad sample")
+    assert describe_live(look(path)).startswith("ValueError at step 2: bad sample.")
+
+
 def test_a_run_that_was_followed_to_its_end_keeps_its_last_steps(path):
     writer, feed = write_steps(path, 0), LiveFeed(0)
     assert look(path, feed).state is LiveState.RUNNING

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from fsdp_inspect import forecast_memory
+from fsdp_inspect.errors import ConfigError
 from fsdp_inspect.simulation.planning.candidates import Candidate
 from fsdp_inspect.simulation.planning.forecast_step import row_of
+from fsdp_inspect.simulation.planning.transformer import load_model
 from fsdp_inspect.simulation.planning.workload import build_workload, plan_of
 from fsdp_inspect.simulation.policies import policies_of
 from fsdp_inspect.store.reader import open_run
@@ -96,6 +98,79 @@ def test_the_formula_of_a_hugging_face_model_equals_the_forecast(tmp_path, check
     job = make_job(str(tmp_path))
     formula = peak_of_formula(job, Candidate(batch_size=4, checkpointing=checkpointing))
     assert formula == pytest.approx(counted, rel=LARGEST_DIFFERENCE)
+
+
+GEMMA_2B = {
+    "model_type": "gemma", "hidden_size": 2048, "intermediate_size": 16384,
+    "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+    "vocab_size": 256000,
+}  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000,
+    "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+# Each: embedding (and head) + layers x (query and output, key and value, feed-forwards, router,
+# norms) + the last norm.
+_GEMMA = 18 * (2 * 2048 * 2048 + 2 * 256 * 2048 + 3 * 2048 * 16384 + 2 * 2048) + 2048
+_MIXTRAL = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 8 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096)
+
+
+@pytest.mark.parametrize(
+    ("config", "counted"),
+    [
+        pytest.param(GEMMA_2B, 256000 * 2048 + _GEMMA, id="Gemma ties"),
+        pytest.param(
+            {**GEMMA_2B, "tie_word_embeddings": False}, 2 * 256000 * 2048 + _GEMMA, id="untied"
+        ),
+        pytest.param(MIXTRAL, 2 * 32000 * 4096 + _MIXTRAL + 4096, id="Mixtral has 8 KV heads"),
+    ],
+)
+def test_a_missing_key_has_the_default_of_its_type(tmp_path, config, counted):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model(str(tmp_path))[0].num_parameters == counted
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2", "gemma", "mixtral",
+             "qwen3_moe"]
+)  # fmt: skip
+def test_the_shapes_of_missing_keys_are_those_of_transformers(tmp_path, kind):
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 64,
+             "intermediate_size": 128, "vocab_size": 1000}  # fmt: skip
+    experts = {"moe_intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = {"model_type": kind, **sizes, **experts}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config, pad_token_id=None, eos_token_id=1)
+        )
+    counted = {
+        name: each.numel()
+        for name, each in theirs.named_parameters()
+        if not name.endswith((".bias", "q_norm.weight", "k_norm.weight"))
+    }
+
+    assert load_model(str(tmp_path))[0].num_parameters == sum(counted.values())
+
+
+@pytest.mark.parametrize(
+    "key",
+    [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 1]}],
+    ids=lambda key: next(iter(key)),
+)
+def test_a_model_with_experts_in_some_blocks_is_refused(tmp_path, key):
+    config = {**MIXTRAL, "model_type": "qwen3_moe", "moe_intermediate_size": 768}
+    for each in ({"decoder_sparse_step": 1, "mlp_only_layers": []}, key):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **each}))
+        if each is not key:
+            load_model(str(tmp_path))
+            continue
+        with pytest.raises(ConfigError, match=f"Unsupported {next(iter(key))} in"):
+            load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("preset", ["llama-8b", "llama-1b"])
