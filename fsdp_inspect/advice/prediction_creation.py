@@ -162,11 +162,7 @@ def _exposed(value: int, step: Estimate) -> Estimate:
 
 
 def _peak(simulation: Simulation) -> Estimate | None:
-    value, low, high = (
-        simulation.peak_bytes,
-        simulation.peak_low_bytes,
-        simulation.peak_high_bytes,
-    )
-    if value is None or low is None or high is None:
+    low, high = simulation.peak_low_bytes, simulation.peak_high_bytes
+    if simulation.peak_bytes is None or low is None or high is None:
         return None
-    return Estimate(value=value, low=low, high=high)
+    return Estimate(value=simulation.peak_bytes, low=low, high=high)

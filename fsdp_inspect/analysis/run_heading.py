@@ -27,7 +27,7 @@ class RunIdentity:
     num_parameters: int
     num_trainable_parameters: int
     is_stage: bool
-    """Whether the model and its parameters are those of one stage of a pipeline."""
+    """Whether the model and its parameters are those of one rank of a pipeline."""
     device_type: str
     device_name: str
     sharder: str

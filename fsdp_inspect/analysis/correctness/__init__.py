@@ -5,6 +5,7 @@ was not observed: then `not_checked` has the reason. The recorder observes (`tra
 Each check has a file, which names its fault, its proof and the legal loops that look alike.
 """
 
+from fsdp_inspect.analysis.context import RunContext
 from fsdp_inspect.analysis.correctness.accumulation import check_accumulation
 from fsdp_inspect.analysis.correctness.batches import check_batches
 from fsdp_inspect.analysis.correctness.clipping import check_clipping
@@ -70,7 +71,7 @@ def check_training(run: RunSource) -> Correctness:
     if not seen:
         reason = "No rank observed its first steps: an import, a forecast or an earlier recording."
         return Correctness((), (), dict.fromkeys((each.value for each in TrainingCheck), reason))
-    observed = Observed(run, seen, {record.rank: record for record in run.ranks})
+    observed = Observed(RunContext.of(run), seen, {record.rank: record for record in run.ranks})
     found = [fault for check in _CHECKS for fault in check(observed)]
     if run.manifest.sharder in DEEPSPEED:
         for check in observed.not_checked.keys() & _IN_UPDATES:

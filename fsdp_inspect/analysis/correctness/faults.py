@@ -130,8 +130,8 @@ class Observed:
 
     def parameters_part_of(self, rank: int) -> tuple[tuple[str, int], ...]:
         """The position of a rank along the dimensions that may split the parameters."""
-        splitting = self.list_splitting()
-        return tuple(each for each in self.model_part_of(rank) if each[0] in splitting)
+        own = self.model_part_of(rank)
+        return tuple(each for each in own if each[0] in self.list_splitting())
 
     def list_splitting(self) -> Set[str]:
         """The dimensions that may split the parameters; empty text: groups of the script.
