@@ -29,7 +29,7 @@ _SEEN_KEY = "contents that are shown"
 
 _ADVICE = {
     RunStatus.RUNNING: ("The run is being recorded. The pages refresh automatically.", "live"),
-    RunStatus.CRASHED: ("The pages show the data that was written before.", "diagnosis"),
+    RunStatus.CUT_OFF: ("The pages show the data that was written before.", "diagnosis"),
     RunStatus.FAILED: (
         "The pages show the data that was recorded before the failure.",
         "diagnosis",

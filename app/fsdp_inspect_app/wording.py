@@ -55,7 +55,7 @@ STATUS_COLOURS: dict[str, Literal["green", "blue", "gray", "orange", "red"]] = {
     READING: "gray",
     "partial": "orange",
     "failed": "red",
-    "crashed": "red",
+    "cut off": "red",
     UNREADABLE: "red",
 }
 """The colour of each status of a run, also of runs that are not read."""

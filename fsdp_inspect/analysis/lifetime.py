@@ -77,7 +77,7 @@ class LifePhase(StrEnum):
     """The other steps that count."""
     LOST = "lost"
     """Steps lost at a restart, and the time after the last step of an attempt that failed or
-    crashed."""
+    was cut off."""
     EVALUATION = "evaluation"
     """The time between steps without a checkpoint."""
     CHECKPOINT = "checkpoint"
@@ -628,7 +628,7 @@ def _phases_of(attempt: _Attempt, following: _Attempt | None) -> Mapping[LifePha
 
     is_first = np.arange(len(steps)) == 0
     rest = Intervals.of([steps[-1, 2] if len(steps) else attempt.first_step_ns], [attempt.end_ns])
-    has_failed = attempt.status in (RunStatus.FAILED, RunStatus.CRASHED)
+    has_failed = attempt.status in (RunStatus.FAILED, RunStatus.CUT_OFF)
     lost = of_steps(is_lost & ~is_first)
     phases = {
         LifePhase.CHECKPOINT: attempt.checkpoint,

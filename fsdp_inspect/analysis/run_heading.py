@@ -99,7 +99,7 @@ class RunHeading:
 
     run_id: str
     status: str
-    """`complete`, `running`, `crashed`, `failed`, `partial` or `imported`."""
+    """`complete`, `running`, `cut off`, `failed`, `partial` or `imported`."""
     notes: tuple[str, ...]
     """Missing or unusual data of the run, one sentence each."""
     identity: RunIdentity

@@ -92,7 +92,7 @@ def _find_end(record: RankRecord, box: BlackBox | None, dumps: Sequence[StackDum
     if box is not None and box.header.exit_code is not None:
         kind = EndKind.VANISHED if box.header.exit_code else EndKind.COMPLETE
         return RankEnd(record.rank, kind, f"os._exit({box.header.exit_code})", at, last)
-    if record.status is RunStatus.CRASHED:
+    if record.status is RunStatus.CUT_OFF:
         if any(each.source is DumpSource.SIGTERM for each in dumps):
             return RankEnd(record.rank, EndKind.SIGTERM, "", at, last)
         is_caught = record.crash_stacks is True

@@ -18,8 +18,8 @@ def headline_live(live: LiveStatus) -> str:
             return f"Step {last.step} took {format_ns(last.step_time_ns)}."
         case LiveState.STALLED:
             return f"Stalled: no step has ended for {format_ns(live.silent_ns)}."
-        case LiveState.DIED:
-            return f"{_culprits(live)} stopped without reporting an error."
+        case LiveState.CUT_OFF:
+            return f"{_culprits(live)} stopped without a recorded end."
         case LiveState.FAILED:
             return f"{_culprits(live)} failed."
         case LiveState.ENDED:
@@ -43,7 +43,7 @@ def describe_live(live: LiveStatus) -> str:
         case LiveState.FAILED:
             reason = live.failure or "The reason is unknown"
             return f"{reason}. {_after(live)}".rstrip()
-        case LiveState.DIED | LiveState.ENDED:
+        case LiveState.CUT_OFF | LiveState.ENDED:
             return _after(live)
 
 
@@ -56,13 +56,13 @@ def advise_live(live: LiveStatus) -> str:
                 "checkpoint, or waits for data. If that goes on, Diagnosis names the rank and its "
                 "line of code."
             )
-        case LiveState.DIED:
+        case LiveState.CUT_OFF:
             others = len(live.culprits) < len(live.ranks)
             waits = "The other ranks wait in their next collective until it times out. "
             return (
-                f"{waits if others else ''}A rank that exits silently was killed externally. Check "
-                "the log of the node for the out-of-memory killer, the scheduler or a lost "
-                "connection."
+                f"{waits if others else ''}The process was killed, crashed in native code or "
+                "left with os._exit, or its disk refused the recording. Open Diagnosis. Check the "
+                "log of the node for the out-of-memory killer, the scheduler or a full disk."
             )
         case LiveState.FAILED:
             return "The other pages show the data up to that point."

@@ -221,7 +221,7 @@ def _compact_rank(files: LocalFiles, place: Place, max_bytes: int | None) -> Ran
                 f"Rank {rank} of attempt {attempt} is still recording (process {record.pid} on "
                 f"{record.host!r}). Expected a rank that has ended. Compact when the job is over."
             )
-        _mark_crashed(folder, record)
+        _mark_cut_off(folder, record)
     _remove_unfinished(folder)
     _forget_stale_summary(path, [place])
     before = _size_of_tables(folder)
@@ -384,9 +384,9 @@ def _count_rows(
         return sum(group[0] for group in footer.groups)
 
 
-def _mark_crashed(folder: Path, record: RankRecord) -> None:
-    crashed = record.model_copy(update={"status": RunStatus.CRASHED})
-    replace_file(folder / RANK_FILE, encode_record(crashed))
+def _mark_cut_off(folder: Path, record: RankRecord) -> None:
+    marked = record.model_copy(update={"status": RunStatus.CUT_OFF})
+    replace_file(folder / RANK_FILE, encode_record(marked))
 
 
 def _size_of_streams(folder: Path) -> int:

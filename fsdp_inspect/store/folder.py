@@ -127,8 +127,8 @@ def _await_manifest(path: Path) -> None:
 def last_attempt(path: Path) -> tuple[RunStatus, JobLaunch]:
     """The status of the last attempt of a run in this folder, and its start.
 
-    An attempt without any record is running: its ranks have just started. After a minute it has
-    crashed.
+    An attempt without any record is running: its ranks have just started. After a minute it was
+    cut off.
     """
     files = LocalFiles(path)
     number = max(attempt_numbers(files.folders("")), default=0)
@@ -138,12 +138,12 @@ def last_attempt(path: Path) -> tuple[RunStatus, JobLaunch]:
     records = {rank: record for rank, record in found.items() if record is not None}
     if not records:
         age_s = time.time() - (path / name).stat().st_mtime
-        return RunStatus.RUNNING if age_s < SILENCE_S else RunStatus.CRASHED, JobLaunch()
+        return RunStatus.RUNNING if age_s < SILENCE_S else RunStatus.CUT_OFF, JobLaunch()
     launch = records[min(records)].launch
     for rank, record in records.items():
         if record.status is RunStatus.RUNNING:
             is_running = is_alive(record, files, places[rank])
-            return RunStatus.RUNNING if is_running else RunStatus.CRASHED, launch
+            return RunStatus.RUNNING if is_running else RunStatus.CUT_OFF, launch
     is_complete = all(record.status is RunStatus.COMPLETE for record in records.values())
     return RunStatus.COMPLETE if is_complete else RunStatus.FAILED, launch
 
@@ -363,7 +363,7 @@ def _identity(manifest: RunManifest) -> dict[str, object]:
 # --- Decide whether a rank still records or its process has exited silently.
 
 SILENCE_S = 60.0
-"""Time without writes after which a rank on another host counts as crashed. A live rank writes
+"""Time without writes after which a rank on another host counts as cut off. A live rank writes
 every 15 s."""
 
 _START_TIME_FIELD = 19
@@ -375,7 +375,7 @@ def is_alive(record: RankRecord, files: RunFiles, folder: str) -> bool:
     """Whether the process that records this rank still runs, as far as this process can see.
 
     In the rank's PID namespace, the process table decides. From another host or container, a rank
-    counts as crashed when its files have not changed for a minute, or at a URL for two minutes.
+    counts as cut off when its files have not changed for a minute, or at a URL for two minutes.
 
     Args:
         record: The record of a rank with the status `running`.

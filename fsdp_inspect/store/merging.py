@@ -37,7 +37,7 @@ from fsdp_inspect.trace.run import RankRecord, RunManifest
 _SPARE_BYTES = 64 << 20
 """Free space that compaction may need in addition to the copies."""
 _START_UP_NS = 600 * 10**9
-"""Time for which a crashed rank counts as running: it may crash before a slow node has started."""
+"""Time for which a rank without an end counts as running: it may end before a slow node starts."""
 
 
 @dataclass(frozen=True, slots=True)

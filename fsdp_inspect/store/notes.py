@@ -40,11 +40,11 @@ def note_missing(missing: Sequence[int], world_size: int) -> list[str]:
 
 
 def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> list[str]:
-    """Note the ranks that failed or crashed: first the own errors, last the lost peers.
+    """Note the ranks that failed or have no end: first the own errors, last the lost peers.
 
     Args:
         records: All ranks.
-        last_signs: Time of the last write of each crashed rank, wall time in ns.
+        last_signs: Time of the last write of each rank without an end, wall time in ns.
     """
     failed = [record for record in records if record.status is RunStatus.FAILED]
     failed.sort(key=lambda record: (record.failed_unix_ns, record.rank))
@@ -54,13 +54,13 @@ def note_ends(records: Sequence[RankRecord], last_signs: Mapping[int, int]) -> l
         if not record.lost_peer
     ][:_MAX_PROBLEMS]
     left = _MAX_PROBLEMS - len(notes)
-    crashed = [record for record in records if record.status is RunStatus.CRASHED]
-    if crashed:
-        latest = max(last_signs[record.rank] for record in crashed)
-        lost = max(record.flush_interval_s for record in crashed)
+    unended = [record for record in records if record.status is RunStatus.CUT_OFF]
+    if unended:
+        latest = max(last_signs[record.rank] for record in unended)
+        lost = max(record.flush_interval_s for record in unended)
         notes.append(
-            f"{capitalize(format_ranks([record.rank for record in crashed]))} stopped without "
-            f"reporting an error. The last write was at {_wall_time(latest)}. The rows "
+            f"{capitalize(format_ranks([record.rank for record in unended]))} stopped without "
+            f"a recorded end. The last write was at {_wall_time(latest)}. The rows "
             f"of about {lost:g} s before the end are lost, or more if the machine was too busy or "
             "the disk had failed."
         )

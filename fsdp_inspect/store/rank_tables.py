@@ -1,7 +1,7 @@
 """Read the tables of one rank from the live stream, the compacted file, or both.
 
 Both files exist if a compaction was killed before it removed the stream, or if a rank that counted
-as crashed continued. The compacted file stores how many recorded rows it covers, so no row is read
+as cut off continued. The compacted file stores how many recorded rows it covers, so no row is read
 twice.
 """
 

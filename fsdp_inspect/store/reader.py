@@ -217,7 +217,7 @@ class StoredRun:
     def status(self) -> RunStatus:
         """The status of the run: the worst status of its ranks, according to its files."""
         statuses = {record.status for record in self.ranks}
-        for status in (RunStatus.RUNNING, RunStatus.FAILED, RunStatus.CRASHED):
+        for status in (RunStatus.RUNNING, RunStatus.FAILED, RunStatus.CUT_OFF):
             if status in statuses:
                 return status
         if statuses == {RunStatus.IMPORTED}:  # an import of some ranks is complete
@@ -233,7 +233,7 @@ class StoredRun:
 
     @property
     def ranks(self) -> Sequence[RankRecord]:
-        """The records of the ranks with data, by rank; a rank that exited silently is crashed."""
+        """The records of the ranks with data, by rank; a rank without an end is cut off."""
         return [record for record in self._records.values() if record is not None]
 
     @property
@@ -243,7 +243,7 @@ class StoredRun:
 
     def _steps_of(self, record: RankRecord) -> int:
         """The completed steps of a rank; of one without an end, according to its last rows."""
-        if record.status not in (RunStatus.RUNNING, RunStatus.CRASHED):
+        if record.status not in (RunStatus.RUNNING, RunStatus.CUT_OFF):
             return record.num_steps
         name = f"{self._folder(record.rank)}/{EVENTS.live_name}"
         with noting(self._found):
@@ -667,7 +667,7 @@ class StoredRun:
         signs = {
             record.rank: last_sign_unix_ns(record, self._files, self._folder(record.rank))
             for record in records
-            if record.status is RunStatus.CRASHED
+            if record.status is RunStatus.CUT_OFF
         }
         return [
             *self._manifest.notes,
@@ -773,10 +773,10 @@ def _check_place(record: RankRecord, place: Place, manifest: RunManifest | None,
 
 
 def _read_record(files: RunFiles, folder: str, encoded: bytes) -> RankRecord:
-    """A rank's record; a rank that exited silently has the status crashed."""
+    """A rank's record; a rank without an end has the status cut off."""
     record = decode_record(encoded, RankRecord, file_label(files, f"{folder}/{RANK_FILE}"))
     if record.status is RunStatus.RUNNING and not is_alive(record, files, folder):
-        return record.model_copy(update={"status": RunStatus.CRASHED})
+        return record.model_copy(update={"status": RunStatus.CUT_OFF})
     return record
 
 

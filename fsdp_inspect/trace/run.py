@@ -186,13 +186,18 @@ class RunStatus(StrEnum):
 
     RUNNING = "running"
     COMPLETE = "complete"
-    CRASHED = "crashed"
-    """A rank stopped without reporting an error. Data up to the last flush is present."""
+    CUT_OFF = "cut off"
+    """The recording of a rank has no end: the process was killed, crashed, left with `os._exit`, or
+    its disk refused the last files. Data up to the last flush is present."""
     FAILED = "failed"
     """The recorder saw an exception of the training."""
     PARTIAL = "partial"
     """Data of some ranks is missing."""
     IMPORTED = "imported"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "RunStatus | None":
+        return cls.CUT_OFF if value == "crashed" else None  # its name until 0.1
 
 
 class ParameterTraits(Record):
@@ -924,7 +929,7 @@ class RunSource(Protocol):
 
 def completed_steps(run: RunSource, record: RankRecord) -> int:
     """The steps that a rank completed. Those of a killed rank are in its black box."""
-    box = run.black_box(record.rank) if record.status is RunStatus.CRASHED else None
+    box = run.black_box(record.rank) if record.status is RunStatus.CUT_OFF else None
     return max(record.num_steps, 0 if box is None else box.header.step)
 
 

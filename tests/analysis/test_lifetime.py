@@ -261,7 +261,7 @@ def killed(number: int, other: InMemoryRun | None, **run: object) -> InMemoryRun
     """An attempt whose rank 0 was killed in step 4, with the rows of step 0; `other` is rank 1."""
     whole = attempt(number, **run)
     (record,) = whole.ranks
-    ranks = [record.model_copy(update={"status": RunStatus.CRASHED, "clock_end": None})]
+    ranks = [record.model_copy(update={"status": RunStatus.CUT_OFF, "clock_end": None})]
     rows = whole.events(0)
     tables = {0: rows.where(rows.end_ns <= 70)}
     if other is not None:

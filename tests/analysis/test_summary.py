@@ -158,9 +158,9 @@ def constructor_arguments(run):
 
 
 def test_status_and_notes_of_the_run_are_passed_on():
-    run = replace(steady_run(), status=RunStatus.CRASHED, notes=("Rank 1 stopped.",))
+    run = replace(steady_run(), status=RunStatus.CUT_OFF, notes=("Rank 1 stopped.",))
     digest = measure_summary(run)
-    assert (digest.status, digest.notes) == ("crashed", ("Rank 1 stopped.",))
+    assert (digest.status, digest.notes) == ("cut off", ("Rank 1 stopped.",))
 
 
 def test_the_straggler_of_llama_70b_comes_before_its_communication():

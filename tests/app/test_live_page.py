@@ -86,7 +86,7 @@ def test_a_run_that_was_killed_shows_its_last_steps(open_app, recorded):
         writer.flush()
     app = open_app(folder, "live", run="now")
     assert not app.exception
-    assert "Ranks 0-1 stopped without reporting an error." in read(app)
+    assert "Ranks 0-1 stopped without a recorded end." in read(app)
     assert "The last step was 2." in read(app)
     assert "The other ranks wait" not in read(app)
     assert "Last 3 steps" in read(app)

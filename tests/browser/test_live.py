@@ -43,7 +43,7 @@ def test_a_run_is_followed_until_a_rank_dies(live, tab, screenshots):
     dashboard.open("live", run="now")
     writers[1].update(pid=NO_PROCESS)
     writers[1].flush()
-    headline.get_by_text("Rank 1 stopped without reporting an error.").wait_for()
+    headline.get_by_text("Rank 1 stopped without a recorded end.").wait_for()
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_every_run_is_listed_with_its_status(states_server, tab, names):
     assert statuses == {
         names["recorded"]: "complete",
         names["imported"]: "imported",
-        names["crashed"]: "crashed",
+        names["crashed"]: "cut off",
         names["partial"]: "partial",
         names["hostile"]: "complete",
         names["newer"]: "unreadable",

@@ -346,10 +346,10 @@ def test_another_world_size_is_said_before_any_number():
 
 
 def test_a_run_that_did_not_end_well_is_said():
-    crashed = replace(run_of_step(100, run_id="broken"), status=RunStatus.CRASHED)
+    crashed = replace(run_of_step(100, run_id="broken"), status=RunStatus.CUT_OFF)
     caveats = compare_runs(run_of_step(100), crashed).caveats
     assert caveats == (
-        "Run broken of B is crashed: the comparison lacks the data that it did not record.",
+        "Run broken of B is cut off: the comparison lacks the data that it did not record.",
     )
 
 

@@ -19,7 +19,7 @@ def attempt(*earlier: InMemoryRun, at: int, **record: object) -> InMemoryRun:
     """A start on two nodes in which one rank ends with a record, and the others by SIGTERM."""
     builder = RunBuilder(world_size=len(HOSTS))
     for rank, host in enumerate(HOSTS):
-        own = {"status": RunStatus.CRASHED, "crash_stacks": True, **record} if rank == at else {}
+        own = {"status": RunStatus.CUT_OFF, "crash_stacks": True, **record} if rank == at else {}
         builder.rank(rank).record = {"host": host, "status": RunStatus.COMPLETE, **own}
     return builder.build(earlier_attempts=earlier)
 
@@ -56,7 +56,7 @@ def test_only_a_run_that_goes_on_makes_progress() -> None:
     """A rank that stood outside collectives and then died."""
     seen = {"sign_ns": 60 * SECOND, "hang_seen_ns": 50 * SECOND, "sign_unix_ns": 60 * SECOND}
     builder = RunBuilder(world_size=2)
-    for rank, status in enumerate((RunStatus.COMPLETE, RunStatus.CRASHED)):
+    for rank, status in enumerate((RunStatus.COMPLETE, RunStatus.CUT_OFF)):
         builder.rank(rank).record = {"status": status}
     box = make_box([Call(0)], (0, 1), replace(HEADER, **seen))
     run = replace(builder.build(), black_boxes={0: box, 1: box})

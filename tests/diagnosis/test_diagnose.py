@@ -310,7 +310,7 @@ def test_a_silent_rank_among_ranks_that_all_wait_is_named() -> None:
 def test_a_rank_that_vanished_before_the_hang_died() -> None:
     gone = replace(HUNG, ended_unix_ns=20 * SECOND, hang_seen_ns=0)
     boxes = {0: waiting(0), 1: make_box(DONE, RANKS, gone), 2: waiting(2)}
-    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CRASHED, 2: RunStatus.RUNNING}
+    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CUT_OFF, 2: RunStatus.RUNNING}
 
     found = diagnose(run_of(boxes, statuses))
 
@@ -321,7 +321,7 @@ def test_a_rank_that_vanished_before_the_hang_died() -> None:
 @pytest.mark.parametrize("other", [RunStatus.COMPLETE, RunStatus.FAILED])
 def test_ranks_whose_files_a_disk_refused_may_have_ended_well(other: RunStatus) -> None:
     boxes = {rank: make_box(DONE, RANKS, replace(HUNG, hang_seen_ns=0)) for rank in RANKS}
-    run = run_of(boxes, {0: RunStatus.CRASHED, 1: RunStatus.CRASHED, 2: other})
+    run = run_of(boxes, {0: RunStatus.CUT_OFF, 1: RunStatus.CUT_OFF, 2: other})
     full = {"problems": ["events: [Errno 28] No space left on device"]}
     records = [each.model_copy(update=full) for each in run.ranks]
     run = replace(run, ranks=records)
@@ -340,7 +340,7 @@ def test_ranks_whose_files_a_disk_refused_may_have_ended_well(other: RunStatus) 
 @pytest.mark.parametrize(("host", "is_unknown"), [("a", True), ("b", False)])
 def test_a_rank_of_a_full_disk_may_not_have_written_that(host: str, is_unknown: bool) -> None:
     boxes = {rank: make_box(DONE, RANKS, replace(HUNG, hang_seen_ns=0)) for rank in RANKS}
-    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.CRASHED))
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.CUT_OFF))
     full = {"host": "a", "problems": ["events: [Errno 28] No space left on device"]}
     fields = ({"host": "a"}, full, {"host": host})
     records = [each.model_copy(update=known) for each, known in zip(run.ranks, fields, strict=True)]
@@ -352,7 +352,7 @@ def test_a_rank_of_a_full_disk_may_not_have_written_that(host: str, is_unknown: 
 
 def test_another_error_of_the_recorder_does_not_hide_that_ranks_were_killed() -> None:
     boxes = {rank: make_box(DONE, RANKS, replace(HUNG, hang_seen_ns=0)) for rank in RANKS}
-    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.CRASHED))
+    run = run_of(boxes, dict.fromkeys(RANKS, RunStatus.CUT_OFF))
     lost = "The process group's store does not answer ([Errno 111] Connection refused)."
     records = [each.model_copy(update={"problems": [lost]}) for each in run.ranks]
     assert diagnose(replace(run, ranks=records)).unknown is not Unknown.NOT_WRITTEN
@@ -363,7 +363,7 @@ def test_of_two_ranks_that_vanished_the_one_that_waited_is_no_culprit() -> None:
     later = replace(gone, ended_unix_ns=25 * SECOND)
     calls = [*DONE, Call(3, has_finished=False)]
     boxes = {0: make_box(calls, RANKS, later), 1: make_box(DONE, RANKS, gone)}
-    statuses = {0: RunStatus.CRASHED, 1: RunStatus.CRASHED, 2: RunStatus.RUNNING}
+    statuses = {0: RunStatus.CUT_OFF, 1: RunStatus.CUT_OFF, 2: RunStatus.RUNNING}
 
     found = diagnose(run_of({**boxes, 2: waiting(2)}, statuses))
 
@@ -374,7 +374,7 @@ def test_a_rank_that_was_killed_after_the_hang_did_not_cause_it() -> None:
     boxes = {rank: waiting(rank) for rank in RANKS}
     late = replace(HUNG, ended_unix_ns=95 * SECOND, hang_seen_ns=0, sign_unix_ns=4 * SECOND)
     boxes[1] = make_box(DONE, RANKS, late)
-    statuses = dict.fromkeys(RANKS, RunStatus.CRASHED)
+    statuses = dict.fromkeys(RANKS, RunStatus.CUT_OFF)
 
     found = diagnose(run_of(boxes, statuses))
 
@@ -432,7 +432,7 @@ def test_an_end_that_nobody_saw_is_no_wait() -> None:
     seen = replace(HEADER, sign_ns=90 * SECOND, step=3)
     boxes = {rank: make_box(forgotten, RANKS, seen) for rank in RANKS}
 
-    found = diagnose(run_of(boxes, dict.fromkeys(RANKS, RunStatus.CRASHED)))
+    found = diagnose(run_of(boxes, dict.fromkeys(RANKS, RunStatus.CUT_OFF)))
 
     assert (found.problem, found.wait) == (ProblemClass.STOPPED, None)
 
@@ -448,7 +448,7 @@ def silent_run(header: Header, dumps: dict[int, list[StackDump]] | None = None) 
     """Rank 1 does not answer the watchdogs of the ranks that wait for it."""
     boxes = {rank: waiting(rank) for rank in RANKS}
     boxes[1] = make_box(DONE, RANKS, header)
-    statuses = dict.fromkeys(RANKS, RunStatus.CRASHED)
+    statuses = dict.fromkeys(RANKS, RunStatus.CUT_OFF)
     return run_of(boxes, statuses, dumps)
 
 
@@ -473,7 +473,7 @@ def test_a_crash_whose_core_is_dumped_for_long_is_no_late_rank() -> None:
 def raced_run(saving: Call, end: list[StackDump] | str) -> InMemoryRun:
     """Rank 1 dies while its background thread has a collective in some process group."""
     boxes = {rank: make_box([*DONE, saving], RANKS) for rank in RANKS}
-    statuses = dict.fromkeys(RANKS, RunStatus.CRASHED)
+    statuses = dict.fromkeys(RANKS, RunStatus.CUT_OFF)
     if not isinstance(end, str):
         return run_of(boxes, statuses, {1: end})
     run = run_of(boxes, statuses)
@@ -574,7 +574,7 @@ def test_signs_of_a_hang_that_ended_do_not_hide_a_death() -> None:
     boxes = {rank: replace(box, header=ended) for rank, box in boxes.items()}
     boxes[1] = replace(boxes[1], header=replace(ended, ended_unix_ns=80 * SECOND))
     [old] = dump_at("model(batch)")
-    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CRASHED, 2: RunStatus.RUNNING}
+    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CUT_OFF, 2: RunStatus.RUNNING}
     old_dumps = {1: [replace(old, clock_ns=SECOND)]}
 
     found = diagnose(run_of(boxes, statuses, old_dumps))
@@ -617,7 +617,7 @@ def test_a_difference_stays_the_answer_when_later_collectives_have_overwritten_i
         for rank, calls in ((0, steps), (1, swapped))
     }
     now = {rank: replace(box, entries=box.entries[6:]) for rank, box in later.items()}
-    run = run_of(now, dict.fromkeys(pair, RunStatus.CRASHED), world_size=2)
+    run = run_of(now, dict.fromkeys(pair, RunStatus.CUT_OFF), world_size=2)
     term = parse_dump("Thread 0x01 (most recent call first):\n", DumpSource.SIGTERM)
     assert term is not None
     run = replace(run, dumps={rank: [term] for rank in pair})
@@ -651,7 +651,7 @@ def test_weights_are_wrong_after_an_update_with_wrong_results(
     boxes = {
         rank: make_box(calls, (0, 1), step=last_step) for rank, calls in ((0, steps), (1, swapped))
     }
-    run = run_of(boxes, dict.fromkeys((0, 1), RunStatus.CRASHED), world_size=2)
+    run = run_of(boxes, dict.fromkeys((0, 1), RunStatus.CUT_OFF), world_size=2)
 
     [about] = [step for step in describe_diagnosis(diagnose(run)).next if "weights" in step]
 
@@ -693,7 +693,7 @@ def test_a_rank_that_vanished_long_after_the_others_lost_a_peer_was_late(ended_s
     boxes = {rank: replace(waiting(rank), header=seen_until(60)) for rank in RANKS}
     boxes[1] = replace(boxes[1], header=seen_until(60, ended_unix_ns=ended_s * SECOND))
 
-    found = diagnose(lost_run(boxes, {1: RunStatus.CRASHED}, {}))
+    found = diagnose(lost_run(boxes, {1: RunStatus.CUT_OFF}, {}))
 
     problem = ProblemClass.RANK_DIED if ended_s == 60 else ProblemClass.RANK_LATE
     assert (found.problem, found.ranks) == (problem, (1,))
@@ -704,7 +704,7 @@ def test_a_rank_that_had_not_come_when_the_others_timed_out_is_late() -> None:
     boxes[1] = replace(boxes[1], header=seen_until(90, ended_unix_ns=90 * SECOND))
     dumps = {1: dump_at("time.sleep(600)", DumpSource.SIGTERM)}
 
-    found = diagnose(lost_run(boxes, {1: RunStatus.CRASHED}, dumps))
+    found = diagnose(lost_run(boxes, {1: RunStatus.CUT_OFF}, dumps))
 
     assert (found.problem, found.ranks, found.is_certain) == (ProblemClass.RANK_LATE, (1,), True)
     assert describe_diagnosis(found).sentence == (
@@ -721,7 +721,7 @@ def test_a_rank_that_sigterm_ended_before_the_others_lost_it_is_named(
     boxes[1] = make_box(DONE, RANKS, seen_until(ended_s, ended_unix_ns=ended_s * SECOND))
     dumps = {1: dump_at("loss.backward()", DumpSource.SIGTERM)}
 
-    found = diagnose(lost_run(boxes, {1: RunStatus.CRASHED}, dumps))
+    found = diagnose(lost_run(boxes, {1: RunStatus.CUT_OFF}, dumps))
 
     expected = (ProblemClass.STOPPED, (1,)) if is_first else (None, ())
     assert (found.problem, found.ranks, found.is_certain) == (*expected, False)
@@ -759,7 +759,7 @@ def test_ranks_that_stand_outside_collectives_are_counted() -> None:
     sentence = describe_diagnosis(diagnose(run)).sentence
     assert "Ranks 0, 2 have been sleeping at train.py:88" in sentence
 
-    killed = diagnose(with_record(run, 2, status=RunStatus.CRASHED))
+    killed = diagnose(with_record(run, 2, status=RunStatus.CUT_OFF))
     sentence = describe_diagnosis(killed).sentence
     assert sentence.endswith("Then rank 2 was killed, or left silently.")
 
@@ -799,7 +799,7 @@ def test_a_rank_that_ended_is_named_however_short_the_others_have_waited() -> No
     header = replace(HEADER, sign_ns=5 * SECOND)
     boxes = {0: make_box([*DONE, Call(3, has_finished=False)], (0, 1), header)}
     boxes[1] = make_box(DONE, (0, 1), header)
-    statuses = {0: RunStatus.CRASHED, 1: RunStatus.COMPLETE}
+    statuses = {0: RunStatus.CUT_OFF, 1: RunStatus.COMPLETE}
     dumps = {0: [replace(dump_at("x")[0], source=DumpSource.SIGTERM)]}
 
     found = diagnose(run_of(boxes, statuses, dumps, world_size=2))
@@ -816,7 +816,7 @@ def test_a_rank_that_ended_is_named_however_short_the_others_have_waited() -> No
 @pytest.mark.parametrize("is_stale", [True, False])
 def test_only_a_certain_mistake_comes_before_an_end_from_outside(is_stale: bool) -> None:
     boxes = dict.fromkeys((0, 1), make_box(DONE, (0, 1)))
-    statuses = {0: RunStatus.CRASHED, 1: RunStatus.COMPLETE}
+    statuses = {0: RunStatus.CUT_OFF, 1: RunStatus.COMPLETE}
     dumps = {0: [replace(dump_at("x")[0], source=DumpSource.SIGTERM)]}
     optimizer = OptimizerSeen(
         num_steps=3, num_tensors=4, num_of_model=0, num_with_gradient=0, num_alike=4
@@ -968,7 +968,7 @@ def test_a_late_rank_that_is_killed_later_is_told() -> None:
     boxes = all_wait()
     gone = replace(HUNG, ended_unix_ns=95 * SECOND)
     boxes[1] = replace(boxes[1], header=gone)
-    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CRASHED, 2: RunStatus.RUNNING}
+    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CUT_OFF, 2: RunStatus.RUNNING}
 
     found = diagnose(run_of(boxes, statuses, {1: dump_at("time.sleep(11)")}))
 
@@ -985,7 +985,7 @@ def test_of_ranks_that_all_vanished_the_one_that_others_waited_for_died_first(
     boxes = {rank: make_box(calls, RANKS, header) for rank in RANKS}
     boxes[1] = make_box(DONE, RANKS, replace(header, ended_unix_ns=9 * SECOND - lead_ns))
 
-    found = diagnose(run_of(boxes, dict.fromkeys(RANKS, RunStatus.CRASHED)))
+    found = diagnose(run_of(boxes, dict.fromkeys(RANKS, RunStatus.CUT_OFF)))
 
     assert (found.ranks, found.is_certain) == (ranks, False)
     expected = ProblemClass.RANK_DIED if ranks else ProblemClass.STOPPED
@@ -1020,7 +1020,7 @@ def test_os_exit_is_told_from_a_kill(code: int) -> None:
     header = replace(HEADER, exit_code=code, ended_unix_ns=9 * SECOND)
     boxes = {rank: make_box(DONE, RANKS, header) for rank in RANKS}
 
-    found = diagnose(run_of(boxes, dict.fromkeys(RANKS, RunStatus.CRASHED)))
+    found = diagnose(run_of(boxes, dict.fromkeys(RANKS, RunStatus.CUT_OFF)))
 
     assert found.is_certain
     if code == 0:
@@ -1095,7 +1095,7 @@ def test_a_rank_that_was_killed_in_a_unit_has_the_unit_in_json() -> None:
     boxes = {rank: make_box(DONE, RANKS) for rank in RANKS}
     in_unit = replace(HEADER, unit=2, phase=int(Phase.FORWARD), sign_ns=9 * SECOND)
     boxes[1] = make_box(DONE, RANKS, in_unit)
-    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CRASHED, 2: RunStatus.RUNNING}
+    statuses = {0: RunStatus.RUNNING, 1: RunStatus.CUT_OFF, 2: RunStatus.RUNNING}
 
     found = diagnosis_to_dict(diagnose(run_of(boxes, statuses)))
 

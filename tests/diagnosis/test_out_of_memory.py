@@ -101,7 +101,7 @@ def run_with(record: OutOfMemoryRecord, **fields: Any) -> InMemoryRun:
             rank=rank,
             world_size=2,
             clock_start=CLOCK,
-            status=RunStatus.FAILED if rank == record.rank else RunStatus.CRASHED,
+            status=RunStatus.FAILED if rank == record.rank else RunStatus.CUT_OFF,
             failure=failure if rank == record.rank else None,
         )
         for rank in (0, 1)

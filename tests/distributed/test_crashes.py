@@ -49,7 +49,7 @@ def test_every_killed_run_opens_as_crashed(killed: list[Path], num_kills: int) -
     assert len(killed) == num_kills
     for folder in killed:
         run = open_run(folder / "run")
-        assert run.status is RunStatus.CRASHED, folder
+        assert run.status is RunStatus.CUT_OFF, folder
         assert [record.rank for record in run.ranks] == list(range(NUM_RANKS))
         assert run.manifest.units
 

@@ -116,7 +116,7 @@ def test_a_script_that_fails_keeps_its_traceback_and_its_recording(
     assert json.loads(alerted)["run"] == launched.run.manifest.run_id
     assert json.loads(alerted)["sentence"] in {
         "A rank failed.",
-        "A rank stopped without reporting an error.",
+        "A rank stopped without a recorded end.",
     }
 
     assert launched.process.returncode == 1

@@ -112,8 +112,8 @@ def test_crashed_rank_is_compacted_and_marked(tmp_path: Path) -> None:
     assert compact_run(tmp_path).skipped == []
     assert_same_run(tmp_path, before)
     marked = open_run(tmp_path).ranks[1]
-    assert marked.status is RunStatus.CRASHED
-    assert b'"crashed"' in (rank_folder(tmp_path, 0, 1) / "rank.json").read_bytes()
+    assert marked.status is RunStatus.CUT_OFF
+    assert b'"cut off"' in (rank_folder(tmp_path, 0, 1) / "rank.json").read_bytes()
 
 
 def test_damaged_rank_is_skipped_with_the_reason_and_kept(tmp_path: Path) -> None:

@@ -25,4 +25,4 @@ def test_ranks_with_other_numbers_of_steps_are_named():
 
 
 def test_ranks_that_stopped_are_noted_elsewhere():
-    assert counts(10, 7, status=RunStatus.CRASHED) == []
+    assert counts(10, 7, status=RunStatus.CUT_OFF) == []

@@ -228,9 +228,9 @@ def test_rank_whose_process_is_gone_reads_crashed(tmp_path: Path) -> None:
     write_run(tmp_path, compact=False)
     rewrite_record(tmp_path, 1, status=RunStatus.RUNNING, pid=DEAD_PID)
     run = open_run(tmp_path)
-    assert run.status is RunStatus.CRASHED
-    assert [record.status.value for record in run.ranks] == ["complete", "crashed"]
-    assert "Rank 1 stopped without reporting an error" in run.notes[0]
+    assert run.status is RunStatus.CUT_OFF
+    assert [record.status.value for record in run.ranks] == ["complete", "cut off"]
+    assert "Rank 1 stopped without a recorded end" in run.notes[0]
 
 
 def test_a_run_with_a_rank_without_its_record_is_partial(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_rank_of_another_host_reads_crashed_after_a_minute_of_silence(tmp_path: 
     long_ago = now_ns - 120 * 10**9
     for file in rank_folder(tmp_path, 0, 0).iterdir():
         os.utime(file, ns=(long_ago, long_ago))
-    assert open_run(tmp_path).status is RunStatus.CRASHED
+    assert open_run(tmp_path).status is RunStatus.CUT_OFF
 
 
 def test_failed_rank_says_why(tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_the_steps_of_a_killed_rank_are_counted_from_its_rows(
     if compact:
         compact_run(tmp_path)
     run = open_run(tmp_path)
-    assert (run.status, run.num_steps) == (RunStatus.CRASHED, 15)
+    assert (run.status, run.num_steps) == (RunStatus.CUT_OFF, 15)
     assert any("The rows of about 1 s before the end are lost" in note for note in run.notes)
     writer.close()
 
@@ -645,3 +645,9 @@ def test_the_black_box_of_another_rank_is_noted_and_left_out(tmp_path: Path) -> 
     run = open_run(tmp_path)
     assert run.black_box(0) is None
     assert any("belongs to rank 1" in note for note in run.notes)
+
+
+def test_the_name_of_a_rank_without_an_end_until_0_1_is_read() -> None:
+    assert RunStatus("crashed") is RunStatus.CUT_OFF
+    with pytest.raises(ValueError, match="gone"):
+        RunStatus("gone")

@@ -15,7 +15,7 @@ from fsdp_inspect.formatting import format_ns, format_ratio
 
 _STOPPED = {
     LiveState.STALLED: "No step ends any more.",
-    LiveState.DIED: "A rank stopped without reporting an error.",
+    LiveState.CUT_OFF: "A rank stopped without a recorded end.",
     LiveState.FAILED: "A rank failed.",
 }
 

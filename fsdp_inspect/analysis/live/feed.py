@@ -29,8 +29,8 @@ class LiveState(StrEnum):
     RUNNING = "running"
     STALLED = "stalled"
     """The processes exist, but no step ends."""
-    DIED = "died"
-    """A rank stopped without reporting an error."""
+    CUT_OFF = "cut off"
+    """The recording of a rank has no end."""
     FAILED = "failed"
     """A rank reported an exception."""
     ENDED = "ended"
@@ -101,7 +101,7 @@ class LiveFeed:
             culprits=tuple(
                 record.rank
                 for record in records
-                if record.status in (RunStatus.CRASHED, RunStatus.FAILED)
+                if record.status in (RunStatus.CUT_OFF, RunStatus.FAILED)
             ),
             failure=next(
                 (
@@ -147,8 +147,8 @@ def _judge(records: Sequence[RankRecord], view: LiveView, now_ns: int) -> LiveSt
     statuses = {record.status for record in records}
     if RunStatus.FAILED in statuses:
         return LiveState.FAILED
-    if RunStatus.CRASHED in statuses:
-        return LiveState.DIED
+    if RunStatus.CUT_OFF in statuses:
+        return LiveState.CUT_OFF
     if RunStatus.RUNNING not in statuses:
         return LiveState.ENDED if statuses else LiveState.STARTING
     if not view.steps:

@@ -104,7 +104,7 @@ MOST_RANKS = 16
 """Default number of monitored ranks."""
 _STATES = {
     RunStatus.RUNNING: LiveState.RUNNING,
-    RunStatus.CRASHED: LiveState.DIED,
+    RunStatus.CUT_OFF: LiveState.CUT_OFF,
     RunStatus.FAILED: LiveState.FAILED,
 }
 _OF_A_UNIT = ("all_gather", "reduce_scatter", "all_reduce")

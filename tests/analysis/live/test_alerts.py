@@ -58,10 +58,10 @@ def test_a_stalled_run_raises_one_alert_until_it_moves_again(healthy):
 
 def test_a_run_that_dies_after_a_stall_raises_a_second_alert(healthy):
     alerts = RunAlerts(ALL)
-    states = (LiveState.STALLED, LiveState.DIED)
+    states = (LiveState.STALLED, LiveState.CUT_OFF)
     found = [alerts.look(dataclasses.replace(healthy, state=state)) for state in states]
     assert [len(each) for each in found] == [1, 1]
-    assert "stopped without reporting an error" in found[1][0].sentence
+    assert "stopped without a recorded end" in found[1][0].sentence
 
 
 def test_a_loss_that_is_not_finite_is_named_with_its_step(healthy):

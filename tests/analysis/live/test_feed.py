@@ -103,9 +103,9 @@ def test_a_run_whose_processes_live_but_end_no_step_is_stalled(path):
 def test_one_dead_rank_decides_while_the_others_go_on(path):
     writers = [write_steps(path, 0), write_steps(path, 1, pid=2**22 + 1)]
     live = look(path)
-    assert live.state is LiveState.DIED
+    assert live.state is LiveState.CUT_OFF
     assert live.culprits == (1,)
-    assert headline_live(live) == "Rank 1 stopped without reporting an error."
+    assert headline_live(live) == "Rank 1 stopped without a recorded end."
     assert describe_live(live) == "The last step was 2."
     assert "out-of-memory killer" in advise_live(live)
     for writer in writers:

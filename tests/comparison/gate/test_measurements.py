@@ -97,5 +97,5 @@ def test_a_run_that_did_not_end_cannot_be_judged() -> None:
     builder = RunBuilder(world_size=1)
     builder.rank(0).step(0, 0, 100)
 
-    (problem,) = read_runs([builder.build(status=RunStatus.CRASHED)]).problems
-    assert "is crashed" in problem
+    (problem,) = read_runs([builder.build(status=RunStatus.CUT_OFF)]).problems
+    assert "is cut off" in problem

@@ -178,8 +178,8 @@ def test_a_verification_without_a_baseline_says_so():
 
 
 def test_a_run_that_did_not_end_well_says_so():
-    crashed = Run(run().manifest, RunStatus.CRASHED)
-    assert "Run after is crashed" in next(iter(find_prediction_caveats(predicted(), [crashed], [])))
+    crashed = Run(run().manifest, RunStatus.CUT_OFF)
+    assert "Run after is cut off" in next(iter(find_prediction_caveats(predicted(), [crashed], [])))
 
 
 def test_a_baseline_of_another_plan_is_named():

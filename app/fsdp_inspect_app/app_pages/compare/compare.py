@@ -169,7 +169,7 @@ def _suggest(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
     """Compare the chosen run with the baseline that was set on the page Runs.
 
     Without a baseline, compare it with the last earlier run of the same model, or the next later
-    one. A run that crashed is never the baseline.
+    one. A run without its end is never the baseline.
     """
     names = list(entries)
     chosen = st.session_state.get(RUN_KEY, names[0])
@@ -191,12 +191,12 @@ def _suggest(entries: dict[str, RunEntry]) -> tuple[str, list[str]]:
 
 
 def _has_ended(entry: RunEntry) -> bool:
-    """Whether the run may be a default baseline: it neither crashed nor is still recorded."""
+    """Whether the run may be a default baseline: its recording has a normal end."""
     try:
         status = loading.open_entry(entry).status
     except FsdpInspectError:
         return False
-    return status not in (RunStatus.CRASHED, RunStatus.FAILED, RunStatus.RUNNING)
+    return status not in (RunStatus.CUT_OFF, RunStatus.FAILED, RunStatus.RUNNING)
 
 
 def _model_of(entry: RunEntry) -> tuple[str, int] | None:

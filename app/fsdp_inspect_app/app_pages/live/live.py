@@ -91,7 +91,7 @@ def show_page(entry: RunEntry, run: Run) -> None:
     recorded = [record.rank for record in run.ranks_recorded]
     is_recording = run.status is RunStatus.RUNNING
     was_followed = st.session_state.get(_SEEN_KEY, ("", False))[0] == entry.id
-    has_streams = is_recording or run.status is RunStatus.CRASHED
+    has_streams = is_recording or run.status is RunStatus.CUT_OFF
     if not recorded or not (has_streams or was_followed):
         _show_over(run)
         return
