@@ -60,6 +60,11 @@ def identify(manifest: RunManifest) -> RunIdentity:
     )
 
 
+def count_parameters(manifest: RunManifest) -> int | None:
+    """The parameters of the model; None: unknown, as in a pipeline, where each rank has some."""
+    return (not _is_stage(manifest) and manifest.model.num_parameters) or None
+
+
 def _is_stage(manifest: RunManifest) -> bool:
     sizes = [(usual_dimension(name), size) for name, size in manifest.mesh.items()]
     labels = find_dimensions(manifest.process_groups, manifest.world_size)

@@ -17,6 +17,7 @@ from fsdp_inspect.analysis.correctness import check_training
 from fsdp_inspect.analysis.lifetime import measure_known_lifetime
 from fsdp_inspect.analysis.memory.peak import highest_peak_bytes
 from fsdp_inspect.analysis.plain_steps import measure_other_plain_steps
+from fsdp_inspect.analysis.run_heading import count_parameters
 from fsdp_inspect.analysis.step_times import measure_overlap, measure_step_times
 from fsdp_inspect.columns import TableSpec, metric_column, number_column, text_column
 from fsdp_inspect.errors import StoreError
@@ -212,5 +213,5 @@ def _describe(entry: RunEntry) -> ListedRun:
         backend=manifest.backend,
         device=manifest.device_name or manifest.device_type,
         model=manifest.model.class_name,
-        num_parameters=manifest.model.num_parameters or None,
+        num_parameters=count_parameters(manifest),
     )

@@ -16,6 +16,7 @@ from fsdp_inspect.analysis.breakdown import measure_breakdown
 from fsdp_inspect.analysis.context import RunContext
 from fsdp_inspect.analysis.lifetime import measure_known_lifetime
 from fsdp_inspect.analysis.memory.peak import measure_memory
+from fsdp_inspect.analysis.run_heading import count_parameters
 from fsdp_inspect.analysis.run_list import MOST_COURSE, measure_key_numbers, name_mistake
 from fsdp_inspect.analysis.scalars import measure_loss
 from fsdp_inspect.analysis.step_times import StepPoint, measure_overlap, measure_step_times
@@ -429,7 +430,7 @@ def _about(run: RunSource) -> Row:
         "world_size": manifest.world_size,
         "num_ranks": len(run.ranks),
         "model": manifest.model.class_name,
-        "num_parameters": manifest.model.num_parameters or None,
+        "num_parameters": count_parameters(manifest),
         "num_units": len(manifest.units),
         "plan": describe_plan(manifest),
         "backend": manifest.backend,

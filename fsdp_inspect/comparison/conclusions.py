@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from fsdp_inspect.analysis.run_heading import identify
 from fsdp_inspect.analysis.trust import find_run_delay_difference
 from fsdp_inspect.comparison.causes import find_causes, parts_of
 from fsdp_inspect.comparison.differences import (
@@ -241,8 +242,11 @@ def _phrase_cores(evidence: ConclusionEvidence, other: int) -> str:
 
 
 def _are_of_other_models(evidence: ConclusionEvidence, other: int) -> bool:
-    models = [evidence.runs[side].manifest.model.num_parameters for side in (0, other)]
-    return min(models) > 0 and max(models) / min(models) - 1 > _SAME_MODEL
+    models = [identify(evidence.runs[side].manifest) for side in (0, other)]
+    sizes = [model.num_parameters for model in models]
+    if len({model.is_stage for model in models}) > 1 or not min(sizes):
+        return False  # the size of the whole model is unknown on one side
+    return max(sizes) / min(sizes) - 1 > _SAME_MODEL
 
 
 def _phrase_speed(change: float) -> str:

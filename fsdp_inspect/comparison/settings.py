@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, Literal
 
-from fsdp_inspect.analysis.run_heading import describe_sharding, identify
+from fsdp_inspect.analysis.run_heading import count_parameters, describe_sharding, identify
 from fsdp_inspect.formatting import format_unit, listed
 from fsdp_inspect.trace.plan import SETTINGS, Plan, UnitPlan
 from fsdp_inspect.trace.run import RunManifest, Unit
@@ -213,14 +213,19 @@ _CAVEATS = (
     ),
     (
         "model",
-        lambda manifest: (
-            f"{manifest.model.class_name} {manifest.model.num_parameters or ''}".strip() or UNKNOWN
-        ),
+        lambda manifest: _name_model(manifest) or UNKNOWN,
         "units with the same name can be different",
     ),
 )
 
 _ORDER = ("machine", "model", "config", "plan", "versions", "environment", "code")
+
+
+def _name_model(manifest: RunManifest) -> str:
+    """`Transformer 1200 on one pipeline rank`."""
+    where = " on one pipeline rank" if identify(manifest).is_stage else ""
+    count = manifest.model.num_parameters
+    return f"{manifest.model.class_name} {f'{count}{where}' if count else ''}".strip()
 
 
 def _if_known(value: str) -> str | None:
@@ -236,7 +241,7 @@ def _settings(manifest: RunManifest) -> Iterator[tuple[tuple[str, str], Any]]:
     yield ("machine", "device"), _if_known(device_of(manifest))
     yield ("machine", "source"), manifest.source
     yield ("model", "class"), _if_known(manifest.model.class_name)
-    yield ("model", "num_parameters"), manifest.model.num_parameters or None
+    yield ("model", "num_parameters"), count_parameters(manifest)
     for name, observed in manifest.observed.items():
         yield ("model", name), observed or "none"
     for name, value in _flatten("", manifest.config):

@@ -17,6 +17,13 @@ def test_a_listed_run_says_what_ran(tmp_path):
     assert (run.backend, run.device, run.model) == ("gloo", "cpu", "Decoder")
 
 
+def test_the_parameters_of_one_pipeline_rank_are_not_those_of_the_run(tmp_path):
+    for name in ("fsdp", "pp"):
+        write_run(steady_run(mesh={name: 2}), tmp_path / name)
+    listed = {run.id: run.num_parameters for run in list_recorded_runs(tmp_path)}
+    assert listed == {"fsdp": 200, "pp": None}
+
+
 def test_a_run_with_restarts_says_so(tmp_path):
     for number in range(2):
         write_run(attempt(number, starts_at=1000 * number), tmp_path / "run")

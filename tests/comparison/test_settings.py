@@ -199,3 +199,13 @@ def test_settings_that_all_share_are_listed_with_their_one_value():
     assert shared["versions", "torch"] == "2.13"
     assert ("config", "b") not in shared
     assert ("config", "c") not in shared
+
+
+def test_the_parameters_of_one_pipeline_rank_are_no_other_model():
+    whole = manifest(mesh={"fsdp": 2}, model=ModelInfo(class_name="Decoder", num_parameters=200))
+    stage = manifest(
+        mesh={"pp": 2, "fsdp": 1}, model=ModelInfo(class_name="Decoder", num_parameters=100)
+    )
+    assert [name for group, name, _, _ in differences(whole, stage) if group == "model"] == []
+    [caveat] = find_comparison_caveats([whole, stage], ["A", "B"])
+    assert caveat.startswith("Different model (A: Decoder 200, B: Decoder 100 on one pipeline rank")
