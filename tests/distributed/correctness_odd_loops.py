@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 import fsdp_inspect
 from tests.distributed.correctness_script import Batch, batches, loss_of, make_model, run_loops
-from tests.distributed.correctness_sharders import ALL, Setup, train
+from tests.distributed.correctness_sharders import ALL, Setup, train, train_masters
 
 LOOPS: dict[str, Callable[[Path], None]] = {}
 _STEPS = 8
@@ -927,6 +927,12 @@ def optimizer_of_copies(folder: Path, sharder: str) -> None:
             loss_of(setup.model, batch).backward()
             optimizer.step([each.grad for each in setup.model.parameters()], setup.model)
             setup.model.zero_grad()
+
+
+@loop("fsdp2", "ddp")
+def masters_copied_late(folder: Path, sharder: str) -> None:
+    """The copies that train are written to the model every fourth update."""
+    train_masters(folder, sharder, every=4)
 
 
 @loop("fsdp2", "ddp")

@@ -1091,5 +1091,29 @@ def body_without_gradients(folder: Path, sharder: str) -> None:
     train(folder, setup, plain_step)
 
 
+def train_masters(folder: Path, sharder: str, *, every: int) -> None:
+    """Train float32 copies, and write them to the model after some updates."""
+    setup = Setup(sharder)
+    models = [*setup.model.parameters()]
+    masters = [nn.Parameter(each.detach().clone()) for each in models]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2)
+    with fsdp_inspect.Recorder(setup.model, path=folder, print_verdict=False):
+        for number, batch in enumerate(batches(), start=1):
+            loss_of(setup.model, batch).backward()
+            for own, each in zip(masters, models, strict=True):
+                own.grad = each.grad
+            optimizer.step()
+            setup.model.zero_grad()
+            if number % every == 0:
+                with torch.no_grad():
+                    for own, each in zip(masters, models, strict=True):
+                        each.copy_(own)
+
+
+@loop("fsdp2", "ddp", note="The optimizer changes copies of the parameters, and the model stays.")
+def masters_never_copied(folder: Path, sharder: str) -> None:
+    train_masters(folder, sharder, every=100)
+
+
 if __name__ == "__main__":
     run_loops(LOOPS, *sys.argv[1:])

@@ -6,7 +6,8 @@
   have some. Ranks that train the same part of the model ran equally many backwards, and one made
   at least two updates fewer. Without any update, the sampled values stay.
 - Noted: beside an optimizer of the model, another one had no gradient in five updates, and its
-  tensors are the same at the end. Its model may join later.
+  tensors are the same at the end. Its model may join later. Noted too: the only optimizers change
+  as many other tensors as the model trains, which never reach the model.
 - Refuted by: one such tensor; values that change all the same, as by an optimizer of copies; equal
   values at the end on ranks with fewer updates, as after a broadcast. The optimizer of another
   model has gradients.
@@ -41,6 +42,7 @@ def check_optimizer(observed: Observed) -> Iterator[TrainingFault]:
         yield _stale(stale)
     else:
         yield from _changes_nothing(observed)
+        yield from _never_copied(observed)
 
 
 _COPIES = (
@@ -115,6 +117,31 @@ def _idle(idle: Mapping[int, OptimizerSeen]) -> Iterator[TrainingFault]:
         f"{'Create it from the parameters of the model that trains' if is_old else _CUT}. If its "
         "model joins later, ignore this.",
         first.place,
+        is_note=True,
+    )
+
+
+def _never_copied(observed: Observed) -> Iterator[TrainingFault]:
+    """Find copies of the parameters that train in their place, as float32 masters."""
+    found: list[OptimizerSeen] = []
+    for each in observed.seen.values():
+        steps = [one.num_steps for one in each.optimizers if one.has_moved and not one.num_of_model]
+        number = sum(one.num_tensors for one in each.optimizers)
+        is_all = len(steps) == len(each.optimizers) and number == each.num_trainable
+        knows_values = each.late is not None and each.late.digests and each.updates
+        if not is_all or min(steps, default=0) < _LEAST_IDLE or not knows_values:
+            return
+        if values_change(each) or not each.num_with_gradient:
+            return
+        found += each.optimizers
+    yield TrainingFault(
+        TrainingCheck.OPTIMIZER,
+        tuple(sorted(observed.seen)),
+        "The optimizer changes copies of the parameters, and the model stays.",
+        f"Its {plural(found[0].num_tensors, 'tensor')} changed, and none is a parameter of the "
+        "model, whose sampled values were equal at the start and at the end.",
+        "Copy the values to the model after each update.",
+        found[0].place,
         is_note=True,
     )
 
