@@ -361,7 +361,8 @@ class _Merged:
         notes += self._notes_on_groups()
         if any(trace.wall_start_ns is None for _, trace in self._traces.values()):
             notes.append(
-                "A trace has no wall time (baseTimeNanoseconds): the run has the date of its file."
+                "A trace has no wall time (Kineto: baseTimeNanoseconds): the run has the date of its "
+                "file."
             )
         return notes
 
@@ -370,9 +371,9 @@ class _Merged:
         notes = []
         if not any(trace.world_size for _, trace in self._traces.values()):
             notes.append(
-                "The traces do not contain the world size (distributedInfo is missing). It is at "
-                f"least {self._world_size()}, according to the number of traces and the process "
-                "groups of the messages (inferred)."
+                f"The files do not state the world size. It is at least {self._world_size()}, "
+                "according to the number of files and the process groups of the messages "
+                "(inferred)."
             )
         unlisted = self._names.unlisted
         if unlisted:

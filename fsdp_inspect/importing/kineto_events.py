@@ -48,7 +48,8 @@ Int64Array = NDArray[np.int64]
 Int32Array = NDArray[np.int32]
 
 _EXACT_US = 2.0**43
-_MAX_NS = 1 << 62
+LATEST_NS = 1 << 61
+"""The latest end of an event, and of a wall time: the sum of two is a `Moment`."""
 
 
 class Category(IntEnum):
@@ -552,13 +553,14 @@ def _times_ns(events: list[Any]) -> tuple[Int64Array, Int64Array, NDArray[np.boo
     else:
         both = _float_ns(np.fromiter(times_us, np.float64, len(times_us)))
     starts, durations = both[: len(events)], both[len(events) :]
-    is_sound = (starts >= 0) & (durations >= 0) & (starts < _MAX_NS) & (durations < _MAX_NS)
+    is_sound = (starts >= 0) & (durations >= 0) & (durations < LATEST_NS)
+    is_sound &= starts + durations < LATEST_NS
     return starts, np.where(is_sound, starts + durations, starts), is_sound
 
 
 def _float_ns(times_us: NDArray[np.float64]) -> Int64Array:
     """Convert µs to integer ns; -1 for infinite or out-of-range times. See [Note: exact times]."""
-    is_sane = np.abs(times_us) < _MAX_NS / 1000
+    is_sane = np.abs(times_us) < LATEST_NS / 1000
     sane_us = times_us if is_sane.all() else np.where(is_sane, times_us, -1.0)
     whole = np.floor(sane_us)
     thousandths = np.rint((sane_us - whole) * 1000).astype(np.int64)
@@ -566,7 +568,7 @@ def _float_ns(times_us: NDArray[np.float64]) -> Int64Array:
 
 
 def _decimal_ns(time_us: Decimal) -> int:
-    if not time_us.is_finite() or abs(time_us) >= _MAX_NS // 1000:
+    if not time_us.is_finite() or abs(time_us) >= LATEST_NS // 1000:
         return NOTHING
     return int((time_us * 1000).to_integral_value())
 
@@ -581,7 +583,7 @@ def _ids(values: list[Any]) -> Int64Array:
 
 def _id(value: Any) -> int:
     number = read_whole(value)
-    return NOTHING if number is None or number >= _MAX_NS else number
+    return NOTHING if number is None else number
 
 
 # --- Count the operations of matrix products and attention, and the bytes of operators that are as

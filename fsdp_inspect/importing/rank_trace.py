@@ -17,7 +17,7 @@ from fsdp_inspect.importing.device_rows import DeviceRows, DeviceWork
 from fsdp_inspect.importing.host_calls import HostCalls, find_captures, find_host_calls
 from fsdp_inspect.importing.host_rows import HostRows
 from fsdp_inspect.importing.implied_units import imply_by_order, imply_by_size
-from fsdp_inspect.importing.kineto_events import Category, KinetoTrace, read_trace
+from fsdp_inspect.importing.kineto_events import LATEST_NS, Category, KinetoTrace, read_trace
 from fsdp_inspect.importing.messages import NOTHING, GroupNames, read_whole
 from fsdp_inspect.importing.names import RunNames
 from fsdp_inspect.importing.trace_file import ImportLimits
@@ -322,8 +322,8 @@ def _check_durations(trace: KinetoTrace) -> None:
     if work and all(np.array_equal(each.start_ns, each.end_ns) for each in work):
         raise ImportingError(
             f"{trace.name}: all durations are 0, so no time of any work is known. Expected "
-            "durations in µs (`dur`). The trace was edited or converted: export it again with "
-            "prof.export_chrome_trace(path)."
+            "durations above 0. The trace was edited or converted: export it again. For "
+            "torch.profiler, that is prof.export_chrome_trace(path)."
         )
 
 
@@ -331,8 +331,8 @@ def _check_content(trace: KinetoTrace, comms: Communications, has_kernels: bool)
     if len(comms) and np.array_equal(comms.start_ns, comms.end_ns):
         raise ImportingError(
             f"{trace.name}: the durations of all {len(comms):,} communications are 0, so no wait "
-            "is known. Expected durations in µs (`dur`). The trace was edited or converted: export "
-            "it again with prof.export_chrome_trace(path)."
+            "is known. Expected durations above 0. The trace was edited or converted: export it "
+            "again. For torch.profiler, that is prof.export_chrome_trace(path)."
         )
     is_log = NOTES_KEY in trace.other_values and StepMarks.has_any(trace)
     if has_kernels or len(comms) or is_log:
@@ -351,8 +351,8 @@ def _check_content(trace: KinetoTrace, comms: Communications, has_kernels: bool)
         )
     raise ImportingError(
         f"{trace.name} has {trace.num_events:,} events, but no kernels and no communication. "
-        "Expected a trace of a distributed training. Profile with ProfilerActivity.CUDA, or on a "
-        "CPU after init_process_group."
+        "Expected a trace of a distributed training. With torch.profiler, profile with "
+        "ProfilerActivity.CUDA, or on a CPU after init_process_group."
     )
 
 
@@ -397,8 +397,8 @@ def _wall_ns(other_values: dict[str, Any], origin_ns: int) -> int | None:
     if origin_ns > _UNIX_AGE_NS:
         return origin_ns
     base = read_whole(other_values.get("baseTimeNanoseconds"))
-    wall_ns = base + origin_ns if base and base > _UNIX_AGE_NS else None
-    return read_whole(wall_ns)
+    is_known = base is not None and _UNIX_AGE_NS < base < LATEST_NS - origin_ns
+    return base + origin_ns if base is not None and is_known else None
 
 
 def _device(other_values: dict[str, Any]) -> dict[str, Any]:
@@ -452,15 +452,15 @@ def _notes(
         kinds = Counter(EventKind(kind).label for kind in comms.kind[unknown].tolist())
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         notes.append(
-            f"The size of some messages is unknown ({listed}), so they have no bandwidth. Profile "
-            "with record_shapes=True."
+            f"The size of some messages is unknown ({listed}), so they have no bandwidth. "
+            "With torch.profiler, profile with record_shapes=True."
         )
     if marks.is_whole_trace:
         notes.extend(_note_on_steps(trace, phases))
     if lacks_launches:
         notes.append(
             "The trace has no kernel launches: the unit and the phase of a kernel are known only "
-            "if its operator is known. Profile with ProfilerActivity.CPU too."
+            "if its operator is known. With torch.profiler, profile with ProfilerActivity.CPU too."
         )
     of_source = trace.other_values.get(NOTES_KEY)
     if isinstance(of_source, list):

@@ -138,6 +138,22 @@ def test_a_trace_without_one_sound_time_says_that_its_times_are_at_fault(tmp_pat
     assert "ProfilerActivity" not in str(raised.value)
 
 
+@pytest.mark.parametrize("field", ["ts", "dur", "baseTimeNanoseconds"])
+@pytest.mark.parametrize("time_ns", [(1 << 61) - 1, (1 << 62) - 1, 1 << 70])
+def test_one_absurd_time_is_left_out(tmp_path, whole, field, time_ns):
+    content = json.loads(whole)
+    if field == "baseTimeNanoseconds":
+        content[field] = time_ns
+    else:
+        event = next(each for each in content["traceEvents"] if each.get("cat") == "kernel")
+        event[field] = time_ns / 1000
+    imported = import_bytes(tmp_path, json.dumps(content).encode())
+    (tmp_path / "other").mkdir()
+    undamaged = import_bytes(tmp_path / "other", whole)
+    num_lost = 0 if field == "baseTimeNanoseconds" else 1
+    assert imported.num_collectives == undamaged.num_collectives - num_lost
+
+
 def test_a_folder_without_traces_is_said(tmp_path):
     with pytest.raises(ImportingError, match="No trace found at"):
         import_traces(tmp_path, tmp_path / "run")
