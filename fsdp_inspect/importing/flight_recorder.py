@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_inspect.errors import CorruptFileError, FsdpInspectError, ImportingError, NotARunError
-from fsdp_inspect.formatting import format_numbers, format_ranks
+from fsdp_inspect.formatting import format_numbers, format_ranks, plural
 from fsdp_inspect.importing.flight_recorder_file import Collective, Dump, read_dump
 from fsdp_inspect.importing.message_labels import ModelParts
 from fsdp_inspect.importing.model_units import NamedUnits, assign_units, name_units
@@ -188,6 +188,15 @@ def _read_all(files: dict[int, Path]) -> tuple[dict[int, Dump], list[str]]:
             first_error = first_error or error
             notes.append(f"Rank {rank} is missing, because its dump cannot be read: {error}")
             continue
+        if dump.num_left_out:
+            notes.append(
+                f"{file.name}: the first {plural(dump.num_left_out, 'entry', 'entries')} are left "
+                "out, because the last of them has no usable number or process group. Write the "
+                "dump again."
+            )
+            if not dump.collectives:
+                notes.append(f"Rank {rank} is missing: none of its entries is left.")
+                continue
         if dump.collectives:  # a black box holds fewer than a dump can, and all compare these
             dumps[rank] = replace(dump, collectives=dump.collectives[-(CAPACITY - 1) :])
         else:

@@ -69,6 +69,9 @@ class Dump:
     groups: Mapping[str, tuple[int, ...]]
     """The ranks of the groups that the dump lists."""
     collectives: tuple[Collective, ...]
+    num_left_out: int
+    """Entries up to the last one without a valid `record_id`, `collective_seq_id` or
+    `process_group`: whether the rank issued that collective is unknown."""
 
     @property
     def has_stacks(self) -> bool:
@@ -125,9 +128,10 @@ def read_dump(path: Path) -> Dump:
             f"{path.name} has version {version or 'unknown'} of the flight recorder's format. "
             "Expected version 2 (torch 2.3 and later). Update FSDP Inspect."
         )
-    found = [_parse(entry) for entry in value["entries"] if isinstance(entry, dict)]
-    kept = sorted((each for each in found if each is not None), key=lambda each: each[0])
-    if value["entries"] and not kept:
+    found = [_parse(entry) if isinstance(entry, dict) else None for entry in value["entries"]]
+    num_left_out = max((at for at, each in enumerate(found, 1) if each is None), default=0)
+    kept = sorted(filter(None, found[num_left_out:]), key=lambda each: each[0])
+    if not any(found) and found:
         raise CorruptFileError(
             f"{path.name} lists {plural(len(value['entries']), 'collective')}, but none with a "
             "valid `record_id`, `collective_seq_id` and `process_group`. Expected entries as torch "
@@ -135,7 +139,12 @@ def read_dump(path: Path) -> Dump:
         )
     names = [entry.get("profiling_name") for entry in value["entries"] if isinstance(entry, dict)]
     backend = next((name.partition(":")[0] for name in names if isinstance(name, str)), "unknown")
-    return Dump(backend, dict(_groups(value.get("pg_config"))), tuple(each for _, each in kept))
+    return Dump(
+        backend,
+        dict(_groups(value.get("pg_config"))),
+        tuple(each for _, each in kept),
+        num_left_out=num_left_out,
+    )
 
 
 def _decode(content: bytes, name: str) -> Any:

@@ -96,7 +96,9 @@ class EventReader:
             yield from self._events(decode_all, decode_one)
             return
         if first != b"{":
-            raise self._odd("begins with", "a JSON object or array, as torch.profiler writes it")
+            raise self._odd(
+                "begins with", "a JSON object or array, or a pickle of protocol 2 or later"
+            )
         self._at += 1
         while self._peek() != b"}":
             if self._key() == EVENTS_KEY:

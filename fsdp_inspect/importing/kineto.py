@@ -361,8 +361,8 @@ class _Merged:
         notes += self._notes_on_groups()
         if any(trace.wall_start_ns is None for _, trace in self._traces.values()):
             notes.append(
-                "A trace has no wall time (Kineto: baseTimeNanoseconds): the run has the date of its "
-                "file."
+                "A trace has no wall time (Kineto: baseTimeNanoseconds): the run has the date of "
+                "its file."
             )
         return notes
 

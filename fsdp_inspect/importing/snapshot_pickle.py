@@ -73,7 +73,7 @@ def read_plain_pickle(
     except (IndexError, struct.error):
         raise CorruptFileError(
             f"{name} is cut off or damaged at byte {machine.at} of {len(data)}. Expected a "
-            f"complete pickle. Copy the file again from where it was written, or: {_REMEDY}"
+            f"complete pickle. Copy the file again, if it is complete elsewhere. {_REMEDY}"
         ) from None
     except (UnicodeDecodeError, TypeError, AttributeError, KeyError, ValueError) as error:
         raise CorruptFileError(

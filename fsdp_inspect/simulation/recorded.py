@@ -228,10 +228,12 @@ def measure_work(run: RunSource, *, rank: int | None = None, kind: int = 0) -> R
     read = [] if member is None else list(_readings(run, member.rank, usual))
     readings = _alike(read)
     if member is None or not readings:
+        remedy = "Record more steps, past warm-up and memory steps."
+        if run.manifest.source == "imported":
+            remedy = "Record the job with fsdp_inspect.Recorder."
         raise MissingDataError(
             f"Run {run.manifest.run_id!r} has no timed step with the forward and backward of an "
-            "FSDP unit. Expected a recorded run of a fully_shard model. Record more steps, past "
-            "warm-up and memory steps."
+            f"FSDP unit. Expected a recorded run of a fully_shard model. {remedy}"
         )
     plan = observed_plan(run)
     _expect_sharded_units(run)

@@ -430,3 +430,21 @@ def test_real_dumps_of_gloo_name_the_late_rank(
     assert (found.problem, found.ranks) == (ProblemClass.RANK_LATE, (1,))
     assert found.wait is not None
     assert found.wait.waiting == (0,)
+
+
+def test_a_rank_with_an_unusable_entry_is_not_late(tmp_path: Path) -> None:
+    """Rank 1 may have issued what its last entry does not name."""
+    issued = [entry(number) for number in range(4)]
+    unusable = [*issued, {**entry(4), "record_id": None}]
+    waiting = [*issued, entry(4, **WAITING)]
+    write(tmp_path / "a", {0: waiting, 1: unusable, 2: waiting})
+    found = diagnose_dumps(tmp_path / "a")
+    assert 1 not in found.ranks
+    assert "Rank 1 is missing: none of its entries is left." in open_run(tmp_path / "run").notes
+
+
+def test_the_entries_after_an_unusable_one_are_compared(tmp_path: Path) -> None:
+    damaged = [entry(0), "x", *(entry(number) for number in range(2, 4))]
+    write(tmp_path / "a", {0: [*damaged, entry(4, **WAITING)], 1: damaged}, ranks="[0, 1]")
+    found = diagnose_dumps(tmp_path / "a")
+    assert (found.problem, found.ranks) == (ProblemClass.RANK_LATE, (1,))
