@@ -51,6 +51,8 @@ _OF_SCRIPT = {
     ProblemClass.TRAINING: "the training itself is wrong",
 }
 """Why a restart does not help."""
+_MAY_NOT_REPEAT = (ProblemClass.HOST_DEADLOCK, ProblemClass.RANK_EXITED_EARLY)
+"""Those that may depend on the time, such as the exit of one rank at a time limit."""
 
 
 class SchedulerAction(StrEnum):
@@ -158,7 +160,7 @@ def _of_class(found: Diagnosis) -> Iterator[Decision]:
         if found.problem is ProblemClass.FOREIGN_COLLECTIVE and found.is_circle:
             why = "the ranks issue the script's collectives in different orders"
         reason = f"a restart does not help, because {why}"
-        is_certain = found.is_certain and found.problem is not ProblemClass.HOST_DEADLOCK
+        is_certain = found.is_certain and found.problem not in _MAY_NOT_REPEAT
         yield Decision(SchedulerAction.STOP, (), is_certain, reason)
     elif found.problem is ProblemClass.DRIFT or (
         found.problem is ProblemClass.SLOW_BUT_ALIVE and found.is_running

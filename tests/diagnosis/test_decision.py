@@ -75,6 +75,13 @@ def test_a_decision_follows_from_the_diagnosis_and_from_what_repeats(name: str) 
     assert decision.sentence.startswith("Probably: ") == (not is_certain)
 
 
+def test_a_rank_that_leaves_early_may_not_do_so_again() -> None:
+    run = CASES["out of memory"][0]
+    found = replace(diagnose(run), problem=ProblemClass.RANK_EXITED_EARLY, is_certain=True)
+    decision = decide(found, run)
+    assert (decision.action, decision.is_certain) == (SchedulerAction.STOP, False)
+
+
 def test_the_command_answers_schedulers(invoke, tmp_path) -> None:
     write_crashed(tmp_path / "run")
     ended = invoke("diagnose", tmp_path / "run", "--decide")
