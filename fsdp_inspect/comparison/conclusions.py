@@ -203,7 +203,10 @@ def _phrase_step_time(
         without = " and ".join(
             evidence.labels[side] for side in (0, other) if step.values[side] is None
         )
-        return f"{label} cannot be compared with {first}.", f"No timed step in {without}."
+        return (
+            f"The times of {label} and {first} cannot be compared.",
+            f"No timed step in {without}.",
+        )
     times = f"The step takes {format_ns(after)} instead of {format_ns(before)}"
     if _are_of_other_models(evidence, other):
         return (

@@ -18,6 +18,7 @@ from fsdp_inspect.comparison.differences import (
     MetricComparison,
     PartComparison,
     UnitComparison,
+    UnitSide,
 )
 from fsdp_inspect.comparison.increases import LineChange
 from fsdp_inspect.comparison.noise import (
@@ -259,8 +260,19 @@ def _signed(change: int | None, text_of: Any) -> str:
 
 
 def _most_changed(units: Sequence[UnitComparison], other: int) -> list[UnitComparison]:
-    both = [unit for unit in units if unit.exposed_changes_ns[other - 1] is not None]
+    both = [
+        unit
+        for unit in units
+        if unit.exposed_changes_ns[other - 1] is not None
+        and any(_has_times(side) for side in (unit.sides[0], unit.sides[other]) if side)
+    ]
     return sorted(both, key=lambda unit: -abs(unit.exposed_changes_ns[other - 1] or 0))[:MOST_UNITS]
+
+
+def _has_times(side: UnitSide) -> bool:
+    """Whether a step of the side ran the units; a memory snapshot shows none."""
+    collectives = (getattr(side, kind).count_per_step for kind in _KINDS)
+    return any((side.forward_ns, side.backward_ns, *collectives))
 
 
 def _units(rows: Sequence[UnitComparison], labels: Sequence[str], other: int) -> RenderableType:

@@ -34,3 +34,13 @@ def test_a_rank_that_is_not_there_is_refused(invoke):
     ended = invoke("memory", SAMPLES[0], "--rank", 99)
     assert ended.code == 1
     assert "Rank 99 not found" in ended.err
+
+
+def test_snapshots_are_compared_in_memory_without_empty_tables(invoke, tmp_path):
+    for name, leak in (("a", 0), ("b", 4096)):
+        dumped = train(FakeAllocator(), num_steps=3, leak=leak).dump(tmp_path / f"{name}.pickle")
+        import_snapshot(dumped, tmp_path / name)
+    said = " ".join(invoke("compare", tmp_path / "a", tmp_path / "b").out.split())
+    assert "The times of B and A cannot be compared. No timed step in A and B." in said
+    assert "unattributed 0 B 12.0 KiB +12.0 KiB" in said
+    assert "Units:" not in said

@@ -336,7 +336,7 @@ def test_a_run_without_a_timed_step_is_compared_in_settings_only():
     comparison = compare_runs(run_of_step(100), RunBuilder(config={"a": 1}).build())
     [conclusion] = comparison.conclusions
     assert conclusion.verdict is NoiseVerdict.MISSING
-    assert conclusion.sentence == "B cannot be compared with A. No timed step in B."
+    assert conclusion.sentence == "The times of B and A cannot be compared. No timed step in B."
     assert comparison.settings
 
 

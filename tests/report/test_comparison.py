@@ -32,7 +32,7 @@ Causes of the exposed communication
            A      B  change
 floor  10 ns  50 ns  +40 ns
 
-Units: 2 of 2 with the largest change of exposed time
+Units: 1 of 2 with the largest change of exposed time
 unit             A exposed       bus      B exposed      bus
 layers.0
   all-gather 10 ns   10 ns 3.20 GB/s  50 ns   50 ns 640 MB/s
