@@ -306,6 +306,33 @@ def stages_that_send_to_each_other(folder: Path) -> None:
     train(folder, model, loss=loss)
 
 
+def train_stages(folder: Path, data: Iterator[Batch], mesh: DeviceMesh) -> None:
+    """The outputs of the first stage are the inputs of the last one."""
+    model = shard(make_model(), mesh["dp"])
+    rank, group = dist.get_rank(), mesh.get_group("pp")
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        if mesh.get_local_rank("pp") == 0:
+            dist.send(batch[0], rank + 2, group)
+        else:
+            dist.recv(received := torch.empty_like(batch[0]), rank - 2, group)
+            batch = received, batch[1]
+        return loss_of(model, batch)
+
+    train(folder, model, data, loss=loss)
+
+
+@loop(note="The first and the last stage of a pipeline read different batches.")
+def stages_on_batches_of_each_rank(folder: Path) -> None:
+    train_stages(folder, batches(), mesh_of("pp", "dp"))
+
+
+@loop()
+def stages_on_the_same_batches(folder: Path) -> None:
+    mesh = mesh_of("pp", "dp")
+    train_stages(folder, batches(seed=1 + mesh.get_local_rank("dp")), mesh)
+
+
 @loop()
 def experts_over_pairs(folder: Path) -> None:
     """Experts are reduced over the ranks that hold them, and the rest over all ranks."""

@@ -4,7 +4,8 @@
   batches of up to 4 passes.
 - Proof: at least three different batches are equal on ranks that split the data, or six of a later
   pass, with a backward after each. A note: a sampler shuffles, and two passes in a row begin with
-  the same six different batches. What the models of the ranks of one tensor-parallel group receive
+  the same six different batches, or the loaders of a pipeline's first and last stage differ in each
+  of the first batches. What the models of the ranks of one tensor-parallel group receive
   differs in all of the first batches.
 - Refuted by: one batch in all steps, as in a benchmark; ranks of one context-parallel group; what
   the model receives differs between the ranks, because each takes another part of the batch; a
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from fsdp_inspect.analysis.correctness.faults import Observed, TrainingCheck, TrainingFault
+from fsdp_inspect.analysis.mesh_dimensions import STAGES
 from fsdp_inspect.formatting import capitalize, format_ranks, plural
 from fsdp_inspect.trace.run import RunSource
 
@@ -32,6 +34,7 @@ def check_batches(observed: Observed) -> Iterator[TrainingFault]:
     """Find ranks that read the same batches, and epochs with the same order."""
     yield from _same_order(observed)
     yield from _differ_in_tensor_parallel(observed)
+    yield from _differ_in_stages(observed)
     read = {
         rank: tuple(batch.digest for batch in each.batches) for rank, each in observed.seen.items()
     }
@@ -151,6 +154,29 @@ def _differ_in_tensor_parallel(observed: Observed) -> Iterator[TrainingFault]:
                 "the size and the rank of the data-parallel dimension of the mesh.",
             )
             return
+
+
+def _differ_in_stages(observed: Observed) -> Iterator[TrainingFault]:
+    """Note the first and the last stage of a pipeline whose loaders give different batches."""
+    for ranks in observed.list_along(STAGES):
+        ranks.sort(key=lambda rank: observed.records[rank].coordinates[STAGES])
+        ends = ranks[0], ranks[-1]
+        read = [[each.digest for each in observed.seen[rank].batches] for rank in ends]
+        rounds = list(zip(*read, strict=False))
+        if len(rounds) < LEAST_BATCHES or not all(first != last for first, last in rounds):
+            continue
+        yield TrainingFault(
+            TrainingCheck.BATCHES,
+            ends,
+            "The first and the last stage of a pipeline read different batches.",
+            f"The DataLoaders of {format_ranks(ends)} gave other values in each of "
+            f"{plural(len(rounds), 'batch', 'batches')}. The last stage compares the outputs for "
+            "the first stage's batch with the labels of its own.",
+            "Give all stages the same batches: create the sampler with the size and the rank of "
+            "the data-parallel dimension. If the last stage reads labels only, ignore this.",
+            is_note=True,
+        )
+        return
 
 
 def _share_a_group(run: RunSource, ranks: Sequence[int]) -> bool:

@@ -111,11 +111,15 @@ class Observed:
 
     def list_tensor_parallel(self) -> list[list[int]]:
         """The ranks of each tensor-parallel group: two at least."""
+        return self.list_along(_TENSOR)
+
+    def list_along(self, dimension: str) -> list[list[int]]:
+        """The ranks that differ in one dimension only, by group: two at least."""
         groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in sorted(self.seen):
             coordinates = self.records[rank].coordinates
-            if _TENSOR in coordinates:
-                others = tuple(sorted(each for each in coordinates.items() if each[0] != _TENSOR))
+            if dimension in coordinates:
+                others = tuple(sorted(each for each in coordinates.items() if each[0] != dimension))
                 groups.setdefault(others, []).append(rank)
         return [ranks for ranks in groups.values() if len(ranks) > 1]
 
