@@ -98,7 +98,7 @@ def sharded_over_the_model_dimension(folder: Path) -> None:
     train(folder, shard(make_model(), mesh["tp"]), data)
 
 
-@loop(mistake="No gradient reaches the optimizer.")
+@loop(mistake="No backward reduces gradients over the replicas: nothing is updated.")
 def replicas_not_reduced(folder: Path) -> None:
     model = shard(make_model(), mesh_of("replicate", "shard"))
     model.set_requires_all_reduce(False)

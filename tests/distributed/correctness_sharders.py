@@ -1091,6 +1091,18 @@ def body_without_gradients(folder: Path, sharder: str) -> None:
     train(folder, setup, plain_step)
 
 
+@loop("fsdp2", "ddp", mistake="No gradient reaches the optimizer.")
+def cleared_before_each_of_many_updates(folder: Path, sharder: str) -> None:
+    """Later samples, from step 16 on, have no gradients either."""
+    setup = Setup(sharder)
+    with fsdp_inspect.Recorder(setup.model, path=folder, print_verdict=False):
+        for _ in range(4):
+            for batch in batches():
+                loss_of(setup.model, batch).backward()
+                setup.optimizer.zero_grad()
+                setup.optimizer.step()
+
+
 def train_masters(folder: Path, sharder: str, *, every: int) -> None:
     """Train float32 copies, and write them to the model after some updates."""
     setup = Setup(sharder)

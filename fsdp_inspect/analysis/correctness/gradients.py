@@ -5,6 +5,8 @@
 - Proof: ranks that hold the same part receive different gradients in each of these updates;
   replicas receive equal ones at first, and later differ in values and gradients; ranks that hold
   different parts, with different values, receive equal ones.
+- Proof of no gradient: none of the optimizer's tensors had one in its first updates, and no sampled
+  value ever changes. One that changes later refutes it.
 - Proof of zero gradients: all sampled ones are exactly 0 before every sampled update. So are those
   of every cross entropy, or some were not 0 after at least three of the backwards before.
 - Refuted by: different values at the start, if no sharder keeps the parameter on these ranks. They
@@ -32,6 +34,7 @@ from fsdp_inspect.analysis.correctness.samples import (
     Holders,
     differ,
     list_holders,
+    values_change,
 )
 from fsdp_inspect.formatting import format_ranks, plural
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
@@ -45,9 +48,12 @@ _EXPERT = "expert"
 def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
     """Find gradients that are not combined, or combined twice."""
     holders = list(list_holders(observed))
+    without = _check_without(observed)
+    if without is not None:
+        yield without
+        return
     if not any(each.updates for each in observed.seen.values()):
         observed.not_checked[TrainingCheck.GRADIENTS] = NO_SAMPLES
-        yield from _check_without(observed)
         return
     apart = _find_apart(observed, holders)
     if any(each.meets_again for each in apart):
@@ -251,7 +257,7 @@ _REACH = (
 )
 
 
-def _check_without(observed: Observed) -> Iterator[TrainingFault]:
+def _check_without(observed: Observed) -> TrainingFault | None:
     """Find updates without any gradient, because no backward of a step reduced them."""
     optimizers = {
         rank: next((each for each in seen.optimizers if each.num_of_model), None)
@@ -268,24 +274,43 @@ def _check_without(observed: Observed) -> Iterator[TrainingFault]:
         for seen in observed.seen.values()
     )
     if not without or len(without) < len(observed.seen) or not (is_off or has_backwards):
-        return
+        return None
     if any(len(seen.optimizers) > 1 for seen in observed.seen.values()):
-        return  # the backwards may be those of another model
+        return None  # the backwards may be those of another model
+    if any(map(values_change, observed.seen.values())):
+        return None
     first = without[min(without)]
-    observed.not_checked.pop(TrainingCheck.GRADIENTS)
-    yield TrainingFault(
+    lacks_replicas = not is_off and _lacks_all_reduces(observed)
+    sentence = "No gradient reaches the optimizer."
+    remark = ", in spite of the backwards before them."
+    if is_off:
+        sentence = "No backward reduces gradients: the optimizer updates nothing."
+        remark = ". The reduction was off in the backwards before them."
+    elif lacks_replicas:
+        sentence = "No backward reduces gradients over the replicas: nothing is updated."
+        remark = ". The backwards before them ran reduce-scatters, and no all-reduce of units."
+    return TrainingFault(
         TrainingCheck.GRADIENTS,
         tuple(sorted(without)),
-        "No backward reduces gradients: the optimizer updates nothing."
-        if is_off
-        else "No gradient reaches the optimizer.",
+        sentence,
         f"In {plural(first.num_steps, 'update')}, none of the optimizer's "
-        f"{plural(first.num_tensors, 'tensor')} had a gradient"
-        f"{'. The reduction was off in' if is_off else ', in spite of'} the backwards before them.",
-        _REDUCE if is_off else _REACH,
+        f"{plural(first.num_tensors, 'tensor')} had a gradient{remark}",
+        _REDUCE if is_off or lacks_replicas else _REACH,
         first.place,
         is_certain=is_off,
     )
+
+
+def _lacks_all_reduces(observed: Observed) -> bool:
+    """Whether units on a mesh with replicas run reduce-scatters only."""
+    if not any(
+        unit.replicate_group >= 0 <= unit.shard_group for unit in observed.run.manifest.units
+    ):
+        return False
+    kinds = [int(EventKind.REDUCE_SCATTER), int(EventKind.ALL_REDUCE)]
+    rows = observed.run.summary(ranks=[min(observed.seen)], kinds=kinds)
+    of_units = rows.kind[rows.unit != NO_UNIT]
+    return bool(len(of_units)) and EventKind.ALL_REDUCE not in of_units
 
 
 def _check_zero(observed: Observed) -> Iterator[TrainingFault]:
