@@ -408,7 +408,9 @@ def _checkpoints(checkpointing: object) -> dict[str, str]:
 
 def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterator[_Cause]:
     """Settings that decide the amount of compute, and observed settings of model and loop."""
-    for difference in compare_settings([before, after]):
+    differences = compare_settings([before, after])
+    # It comes first, because it can explain all activations, of which dropout keeps a small part.
+    for difference in sorted(differences, key=lambda each: each.name != "recomputation"):
         name, (old, new) = difference.name, difference.values
         if old is None or new is None or (_is_number(old) and _is_number(new) and new < old):
             continue
@@ -427,6 +429,10 @@ def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterat
         elif difference.group == "model" and name == "optimizer":
             raises = ("optimizer_state", *(("temporary",) if phase == "optimizer" else ()))
             yield _Cause(_describe_other_optimizer(str(old), str(new)), raises, ("optimizer",))
+        elif difference.group == "model" and name == "recomputation":
+            is_less = _count_repeated(new) < _count_repeated(old)
+            parts = () if is_less else ("backward", "host_bound")
+            yield _Cause(sentence, _COMPUTED if is_less else (), parts)
         elif difference.group == "model" and name == "num_parameters":
             ratios = _ratios_of_parameters(before, after)
             outside = after.num_outside_units - before.num_outside_units
@@ -560,6 +566,12 @@ def _next_to_the_loss(after: RunManifest) -> Callable[[Increase], float]:
     last = max(after.units, key=lambda unit: unit.execution_index, default=None)
     names = {NO_UNIT, format_unit(""), *(() if last is None else (format_unit(last.fqn),))}
     return lambda one: math.inf if names.issuperset(one.units) else 0.0
+
+
+def _count_repeated(recomputation: object) -> int:
+    """The repeated forwards of `3 forwards a backward`, and 0 of `none`."""
+    number, _, _ = str(recomputation).partition(" ")
+    return int(number) if number.isdigit() else 0
 
 
 def _can_raise(name: str, old: object, new: object) -> bool:

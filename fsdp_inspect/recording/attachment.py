@@ -29,6 +29,7 @@ from fsdp_inspect.recording.emulated_network import announced_emulation
 from fsdp_inspect.recording.environment import (
     describe_environment,
     describe_launch,
+    describe_recomputation,
     find_script_commit,
     observe_settings,
     read_clock_pair,
@@ -73,6 +74,7 @@ from fsdp_inspect.recording.sharding_calls import read_noted_calls
 from fsdp_inspect.recording.signal_errors import raise_if_of_signal
 from fsdp_inspect.recording.stale_watch import StaleWatch
 from fsdp_inspect.recording.surveillance import Surveillance
+from fsdp_inspect.recording.torch_api.autograd import recomputation_hook
 from fsdp_inspect.recording.torch_api.overrides import call_unseen, unseen
 from fsdp_inspect.recording.torch_api.process_groups import StoreClient
 from fsdp_inspect.recording.trackers.feed import TrackerFeed, page_of
@@ -774,10 +776,17 @@ class Attachment:
         [(backwards, _)] = self.session.backwards.most_common(1) or [(0, 0)]
         if backwards:
             observed["backwards"] = f"{backwards} a step"
+        plan = self._observed_plan()
+        is_wrapped = any((plan.get("checkpointing") or {}).values())  # the plan says it
+        if backwards and plan and not is_wrapped and recomputation_hook():
+            known = self._manifest.observed.get("recomputation")  # later steps may be plain ones
+            observed["recomputation"] = known or describe_recomputation(
+                self.session.num_repeated, self.session.backwards
+            )
         self._manifest = self._manifest.model_copy(
             update={
                 "units": units,
-                "plan": self._observed_plan(),
+                "plan": plan,
                 "observed": observed,
                 "uses": self._sharder.uses,
             }

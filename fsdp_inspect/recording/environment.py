@@ -395,6 +395,18 @@ def observe_settings(
     return known | {"gradient_hooks": _describe_gradient_hooks(model)}  # known also if empty
 
 
+def describe_recomputation(num_repeated: int, backwards: Mapping[int, int]) -> str:
+    """The forwards that a backward repeats: `3 forwards a backward`, or `none`.
+
+    Args:
+        num_repeated: Such forwards in some steps.
+        backwards: The number of these steps, by the number of their backwards.
+    """
+    num_backwards = sum(number * steps for number, steps in backwards.items())
+    number = round(num_repeated / num_backwards)
+    return f"{plural(max(number, 1), 'forward')} a backward" if num_repeated else "none"
+
+
 def _describe_dropout(model: nn.Module) -> str:
     """The dropout, such as `0.1 in 12 modules`; `none` without dropout."""
     counts = Counter(

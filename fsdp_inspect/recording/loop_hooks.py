@@ -434,6 +434,7 @@ class LoopHooks:
         session, (start, unit) = self._session, begun
         try:
             end = session.clock.mark()
+            session.num_repeated += 1
             session.add(EventKind.RECOMPUTE, start, end, unit=unit, phase=Phase.BACKWARD)
         except Exception as error:
             session.fail(error)

@@ -75,6 +75,7 @@ class Position:
         "num_batches",
         "num_collectives",
         "num_loader_passes",
+        "num_repeated",
         "open_units",
         "opened_ns",
         "phase",
@@ -150,6 +151,8 @@ class Position:
         self.loader_ended_ns, self.loader_ended_step = 0, -1
         self.backwards = Counter[int]()
         """The steps that have ended, by the number of their backwards."""
+        self.num_repeated = 0
+        """Forwards that activation checkpointing repeated in detailed steps."""
         self.num_batches = self.num_loader_passes = self.last_ended_pass = 0
         """Batches that data loaders gave to the training thread; passes over them that began, and
         their number when a pass last ended."""

@@ -74,6 +74,13 @@ def test_a_setting_is_no_cause_of_more_bytes_than_it_adds() -> None:
     assert causes(manifest(FREED), manifest(KEPT), larger) == []
 
 
+def test_recomputation_that_ends_explains_activations_before_dropout_does() -> None:
+    before = manifest(observed={"dropout": "none", "recomputation": "3 forwards a backward"})
+    after = manifest(observed={"dropout": "0.1 in 3 modules", "recomputation": "none"})
+    assert causes(before, after) == ["recomputation is none instead of 3 forwards a backward"]
+    assert causes(after, before) == []
+
+
 def test_a_narrower_dtype_is_no_cause_of_more_memory() -> None:
     wide, narrow = ({"reduce_dtype": dtype} for dtype in ("float32", "bfloat16"))
 
@@ -87,6 +94,8 @@ def test_a_narrower_dtype_is_no_cause_of_more_memory() -> None:
     [
         ("dropout", "none", "0.1 in 3 modules", ACTIVATIONS),
         ("attention", "sdpa", "eager", ACTIVATIONS),
+        ("recomputation", "3 forwards a backward", "none", ACTIVATIONS),
+        ("recomputation", "3 forwards a backward", "1 forward a backward", ACTIVATIONS),
         ("gradient_sync", "every microbatch", "some microbatches", GRADIENTS),
         ("backwards", "1 a step", "3 a step", GRADIENTS),
         ("loss_dtype", "bfloat16", "float32", OF_LOSS),

@@ -47,6 +47,8 @@ def test_each_unit_shows_its_own_repeated_forward(
     place = case[0]
     run_ranks(SCRIPT, *case, cwd=tmp_path)
     run = fsdp_inspect.open_run(tmp_path / "run")
+    number = len(REPEATED[place]) // (2 if place == "pair" else 1)
+    assert run.manifest.observed["recomputation"] == f"{number} forwards a backward"
     units = {unit.fqn: unit for unit in run.units().units}
     blocks = [units[f"layers.{at}"] for at in range(NUM_BLOCKS)]
     for at, block in enumerate(blocks):

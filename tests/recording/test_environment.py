@@ -229,3 +229,16 @@ def test_gradient_hooks_of_a_script_are_a_setting_also_if_there_are_none() -> No
     assert observe()["gradient_hooks"] == ""
     model.weight.register_hook(lambda gradient: gradient / 2)
     assert observe()["gradient_hooks"] == "1 parameter"
+
+
+@pytest.mark.parametrize(
+    ("num_repeated", "backwards", "said"),
+    [
+        (0, {1: 1}, "none"),
+        (3, {1: 1}, "3 forwards a backward"),
+        (24, {2: 4}, "3 forwards a backward"),
+        (1, {4: 1}, "1 forward a backward"),
+    ],
+)
+def test_recomputation_is_described_by_its_number(num_repeated, backwards, said) -> None:
+    assert environment.describe_recomputation(num_repeated, backwards) == said
