@@ -431,8 +431,8 @@ def _sizes(before: RunManifest, after: RunManifest, phase: str | None) -> Iterat
             yield _Cause(_describe_other_optimizer(str(old), str(new)), raises, ("optimizer",))
         elif difference.group == "model" and name == "recomputation":
             is_less = _count_repeated(new) < _count_repeated(old)
-            parts = () if is_less else ("backward", "host_bound")
-            yield _Cause(sentence, _COMPUTED if is_less else (), parts)
+            longer = () if is_less else ("backward", "host_bound")
+            yield _Cause(sentence, _COMPUTED if is_less else (), longer)
         elif difference.group == "model" and name == "num_parameters":
             ratios = _ratios_of_parameters(before, after)
             outside = after.num_outside_units - before.num_outside_units

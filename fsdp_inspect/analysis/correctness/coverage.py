@@ -189,10 +189,12 @@ def _cut(
         observed,
         seen,
         f"{plural(len(names), 'unit')} {'gets' if is_one else 'get'} no gradient{any_more}.",
-        f"{names[0]}{more} {verb} with a graph, an optimizer holds {its} parameters, and {they} "
-        f"had no gradient {when}: {or_rests}the graph is cut after {them}.{before}",
-        "Look for detach(), .data, .item() or no_grad() between this unit and the loss. Freeze "
-        f"what should not be trained: requires_grad_(False).{ignore}",
+        f"{names[0]}{more} {verb} with gradients enabled, an optimizer holds {its} parameters, and "
+        f"{they} had no gradient {when}: {or_rests}the graph is cut in or after {them}, or "
+        f"{its} parameters are not used.{before}",
+        "Look for detach(), .data, .item() or no_grad() in this unit, or between it and the loss, "
+        f"and for adapters that are off. Freeze what should not be trained: requires_grad_(False)."
+        f"{ignore}",
     )
     return replace(fault, is_note=had_some)
 
