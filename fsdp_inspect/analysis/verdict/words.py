@@ -78,8 +78,8 @@ _CALLS_OF = {
 }
 
 FEWER_CALLS = (
-    "Issue such collectives less often, in fewer and larger messages, or compute with the local "
-    "shards, as torch's clip_grad_norm_ does."
+    "Issue such collectives less often, or in fewer and larger messages. Compute norms with the "
+    "local shards, as torch's clip_grad_norm_ does."
 )
 
 NOT_TRANSFERS = "No change of communication shortens the waits for a late rank."
