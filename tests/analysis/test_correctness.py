@@ -242,6 +242,18 @@ def test_a_rate_that_stays_0_is_named(streak: StreakSeen, is_named: bool) -> Non
     )
 
 
+def test_a_rate_that_is_0_from_the_start_is_noted_unless_values_change() -> None:
+    for number, digest, is_noted in ((50, 0, True), (49, 0, False), (50, 1, False)):
+        idle = StreakSeen(since=0, number=number)
+        known = {"late": LateSeen(idle=idle, digests=[digest]), "coverage": CoverageSeen()}
+        seen = updates_of(*STARTS)
+        same = [each.model_copy(update={"digests": [0]}) for each in seen.updates]
+        seen = seen.model_copy(update={**known, "updates": same})
+        notes = check_training(observed(input_bound(), seen, seen)).notes
+        said = [each.sentence for each in notes]
+        assert ("The learning rate is 0 in all updates." in said) is is_noted
+
+
 def test_a_restart_of_the_warm_up_at_each_sampled_update_is_no_mistake() -> None:
     seen = updates_of(*STARTS, (100, 0.0, 64), (200, 0.0, 64))
     seen.updates[-1] = seen.updates[-1].model_copy(update={"digests": [1]})

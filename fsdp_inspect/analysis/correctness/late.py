@@ -5,6 +5,7 @@
 - Proof: from some update on, all have no gradient, or an old one, although backwards run; or none
   clears the gradients of the one before; or the last 50 have learning rate 0. At least three
   updates before did not.
+- Noted: the learning rate is 0 in all of at least 50 updates, and no sampled value changes.
 - Refuted by: one optimizer whose updates differ, as in turns; frozen parameters; gradients that the
   loop scales or zeroes after the update; a pause.
 """
@@ -17,7 +18,9 @@ from fsdp_inspect.analysis.correctness.faults import (
     TrainingCheck,
     TrainingFault,
 )
+from fsdp_inspect.analysis.correctness.samples import values_change
 from fsdp_inspect.formatting import plural
+from fsdp_inspect.trace.correctness import StreakSeen
 
 CLEAR = "Call optimizer.zero_grad() once in each step, after the update."
 _WORDINGS = (
@@ -75,3 +78,26 @@ def check_late(observed: Observed) -> Iterator[TrainingFault]:
                 change,
                 observed.place_of_update(min(found)),
             )
+    yield from _never_above_zero(observed)
+
+
+def _never_above_zero(observed: Observed) -> Iterator[TrainingFault]:
+    """Note a learning rate that is 0 from the first update to the last."""
+    streaks = [
+        each.late.idle if each.late is not None and each.coverage is not None else StreakSeen()
+        for each in observed.seen.values()
+    ]
+    least = min(each.number for each in streaks)
+    is_whole = least >= _LEAST["idle"] and not any(each.num_before for each in streaks)
+    # An optimizer with a rate of its own changes values all the same.
+    if is_whole and not any(map(values_change, observed.seen.values())):
+        yield TrainingFault(
+            TrainingCheck.PRECISION,
+            tuple(sorted(observed.seen)),
+            "The learning rate is 0 in all updates.",
+            f"In each of {plural(least, 'update')}, all groups of the optimizers had the learning "
+            "rate 0, with which torch's optimizers change nothing.",
+            "Look at the schedule: a warm-up may count in integers, or last longer than the run.",
+            observed.place_of_update(min(observed.seen)),
+            is_note=True,
+        )
