@@ -181,7 +181,7 @@ def test_a_unit_that_gets_no_gradient_later_is_noted(runs: tuple[Path, str]) -> 
     [note] = open_run(runs[0] / "cut-later").correctness().notes
 
     assert note.sentence == NOTES["cut-later"]
-    assert "0 runs with a graph" in note.why
+    assert "0 runs with gradients enabled" in note.why
     assert "had no gradient in 12 updates that were looked at from step 14 on" in note.why
 
 
