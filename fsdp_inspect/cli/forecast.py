@@ -15,7 +15,7 @@ from fsdp_inspect.cli.arguments import (
     print_renderable,
     whole_number,
 )
-from fsdp_inspect.cli.forecast_maker import NONE_FITS, TRAINER, make_forecasts, parse_settings
+from fsdp_inspect.cli.forecast_maker import TRAINER, make_forecasts, parse_setting
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.trace.records import MAX_WORLD_SIZE
 
@@ -105,7 +105,6 @@ def forecast(  # noqa: PLR0913 - one argument an option
 
     One training step runs on fake tensors and a fake process group. FSDP2's own code decides what
     is allocated and when, and no arithmetic runs. 8B parameters take seconds and 0.4 GB of memory.
-    Exit code 1: with --fit, no configuration is certain to fit.
 
     Example: `fsdp-inspect plan memory --preset llama-8b --world-size 8,64,512 --fit 80GiB`
     """
@@ -154,12 +153,10 @@ def forecast(  # noqa: PLR0913 - one argument an option
         from fsdp_inspect.report.json import render_json
 
         print(render_json(shown))
-    else:
-        from fsdp_inspect.report.forecast import render_forecast
+        return
+    from fsdp_inspect.report.forecast import render_forecast
 
-        print_renderable(render_forecast(shown))
-    if found is not None and not found.has_any:
-        raise typer.Exit(NONE_FITS)
+    print_renderable(render_forecast(shown))
 
 
 def _name_of(builder: str, settings: Mapping[str, Any]) -> str:
@@ -173,14 +170,9 @@ def _name_of(builder: str, settings: Mapping[str, Any]) -> str:
 def _find_model(
     model: str | None, preset: str | None, hf: str | None, config: Path | None, given: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    settings = parse_settings(given)
+    settings = dict(parse_setting(text) for text in given)
     of_trainer = {"preset": preset, "hf": hf, "config": str(config) if config else None}
     of_trainer = {name: value for name, value in of_trainer.items() if value is not None}
-    if preset is not None and hf is not None:
-        raise typer.BadParameter(
-            f"--preset {preset} and --hf {hf} are two models. Expected one. Leave one out.",
-            param_hint="--preset",
-        )
     if model is None:
         return TRAINER, {**of_trainer, **settings}
     if of_trainer:

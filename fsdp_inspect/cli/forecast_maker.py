@@ -21,7 +21,6 @@ TRAINER = "instrumented_trainer.forecasting:build"
 _LOG = "forecast.log"
 _NUM_TAIL_LINES = 15
 _END_WAIT_S = 15.0
-NONE_FITS = 1
 
 
 class ForecastMaker:
@@ -228,24 +227,7 @@ def _make_folder(path: Path) -> None:
         ) from error
 
 
-def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse each `NAME=VALUE` of `--set`.
-
-    Raises:
-        typer.BadParameter: A text is not a setting, or one setting has two values.
-    """
-    settings: dict[str, Any] = {}
-    for name, value in map(_parse_setting, texts):
-        if settings.get(name, value) != value:
-            raise typer.BadParameter(
-                f"{name} is both {settings[name]} and {value}. Expected one value. Leave one out.",
-                param_hint="--set",
-            )
-        settings[name] = value
-    return settings
-
-
-def _parse_setting(text: str) -> tuple[str, Any]:
+def parse_setting(text: str) -> tuple[str, Any]:
     """Parse `NAME=VALUE`; the value is JSON or text."""
     name, equals, value = text.partition("=")
     if not (name and equals):

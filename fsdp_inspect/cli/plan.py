@@ -17,13 +17,7 @@ from fsdp_inspect.cli.arguments import (
     show_result,
     whole_number,
 )
-from fsdp_inspect.cli.forecast_maker import (
-    NONE_FITS,
-    TRAINER,
-    ForecastMaker,
-    make_forecasts,
-    parse_settings,
-)
+from fsdp_inspect.cli.forecast_maker import TRAINER, ForecastMaker, make_forecasts, parse_setting
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.errors import ForecastError
 from fsdp_inspect.trace.records import MAX_WORLD_SIZE
@@ -36,6 +30,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_SEQ_LEN = 8192
+NONE_FITS = 1
 
 
 def _count(text: str) -> float:
@@ -178,12 +173,6 @@ def plan(  # noqa: PLR0913 - one argument an option
         )
     if out is not None:
         require_free_folder(out, replaces=force)
-    if gpus_per_node is not None and gpus > gpus_per_node and gpus % gpus_per_node:
-        raise typer.BadParameter(
-            f"{gpus} GPUs do not fill nodes of {gpus_per_node}. Expected full nodes, or one node. "
-            f"Choose --gpus {gpus // gpus_per_node * gpus_per_node}, or another number here.",
-            param_hint="--gpus-per-node",
-        )
     machine = _machine(preset, gpus_per_node, memory, host_memory, calibrate)
     question = _Question(
         model=model,
@@ -193,7 +182,7 @@ def plan(  # noqa: PLR0913 - one argument an option
         seq_len=seq_len,
         batch_tokens=None if batch_tokens is None else round(batch_tokens),
     )
-    settings = parse_settings(set_ or [])
+    settings = dict(parse_setting(text) for text in set_ or [])
     if ":" in model and not Path(model).exists():
         if fixed:
             raise typer.BadParameter(

@@ -87,12 +87,6 @@ def test_a_table_by_world_size_and_what_fits(invoke, tmp_path):
     assert not any("missing" in note for note in kept.notes)
 
 
-def test_what_never_fits_has_the_exit_code_of_plan(invoke):
-    arguments = ("--world-size", "2", "--fit", "1KiB", *WITHOUT_ALLOWANCE)
-    ended = invoke("plan", "memory", *SMALL, *arguments)
-    assert ended.code == 1, ended.err
-
-
 @pytest.mark.slow
 def test_the_fit_includes_an_estimated_allowance_that_is_shown_by_part(builder, invoke):
     ended = invoke("plan", "memory", builder, "--fit", "1GiB")
@@ -141,10 +135,9 @@ def test_a_builder_of_ones_own_is_found_from_the_current_folder(builder, invoke)
         (("--set", "batch_size"), 2, "is not a setting"),
         (("--device", "tpu"), 2, "neither cuda nor cpu"),
         (("mine:build", "--preset", "tiny"), 2, "Give one of the two"),
-        (("--preset", "tiny", "--hf", "gpt2"), 2, "are two models"),
         (("--allowance", "1GiB", "--allowance-from", "x"), 2, "are both given"),
     ],
-    ids=["ranks", "fit", "set", "device", "both", "models", "allowances"],
+    ids=["ranks", "fit", "set", "device", "both", "allowances"],
 )
 def test_wrong_use_is_refused_before_anything_runs(invoke, arguments, code, message):
     ended = invoke("plan", "memory", *arguments)
@@ -210,7 +203,7 @@ def test_what_a_builder_does_not_take_is_said_and_the_rest_is_answered(builder, 
     ended = invoke("plan", "memory", "fixed:build", "--fit", "10KiB", *WITHOUT_ALLOWANCE)
 
     words = " ".join(ended.out.split())
-    assert ended.code == 1, ended.err
+    assert ended.code == 0, ended.err
     assert "It does not fit into 10.0 KiB on 8 ranks" in words
     assert "The largest batch is unknown: the builder has no keyword batch_size" in words
     assert "No change was tried: the builder has none of the keywords" in words
@@ -228,7 +221,7 @@ def test_only_changes_that_reduce_the_required_memory_are_listed(invoke, tmp_pat
     ended = invoke("plan", "memory", f"changed_{narrower}:build", *limits)
 
     words = " ".join(ended.out.split())
-    assert ended.code == 1, ended.err
+    assert ended.code == 0, ended.err
     assert ("No memory is saved by reshard_after_forward=true." in words) is not saves
     assert ("With none of the changes below" in words) is saves
     rows = [line.split()[1:] for line in ended.out.splitlines() if line.startswith("reshard_after")]

@@ -370,12 +370,6 @@ class Fit:
     unknown: tuple[str, ...]
     """Unknown results, one sentence each, with the reason and a remedy."""
 
-    @property
-    def has_any(self) -> bool:
-        """Whether a configuration is certain to fit: the given one or a changed one."""
-        changed = any(change.fits for change in self.remedies)
-        return bool(self.fits or changed or self.smallest_world_size or self.largest_batch_size)
-
 
 def find_fit(
     need: Need, limit_bytes: int, *, world_size: int, accepted: Sequence[str] | None

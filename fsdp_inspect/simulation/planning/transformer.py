@@ -92,8 +92,6 @@ class Transformer:
     """Experts of a token, with those that every token uses."""
     shared_experts: int = 0
     """Experts that every token uses."""
-    vectors: tuple[int, ...] = ()
-    """Lengths of a block's further parameters: biases of some matrices, and norms of heads."""
     norm_bytes: int = 0
     """Bytes for a channel that a norm saves beyond its input: 0 for a fused kernel, 4 for
     Transformers' own code (a float32 and a normalized copy, but not its input)."""
@@ -118,8 +116,7 @@ class Transformer:
         one = [(ffn, dim), (dim, ffn)] + ([(ffn, dim)] if self.gated else [])
         feed = one * (self.experts + self.shared_experts or 1)
         router = [(self.experts, dim)] if self.experts else []
-        further = [(length,) for length in self.vectors]
-        shapes: list[tuple[int, ...]] = [*attention, (dim,), *router, *feed, *further]
+        shapes: list[tuple[int, ...]] = [*attention, (dim,), *router, *feed]
         if not self.biased:
             return shapes
         return shapes + [(first,) for first, *_ in shapes]
@@ -460,8 +457,6 @@ _FAMILIES: Mapping[str, _Family] = {
 }
 """By `model_type`. BERT and RoBERTa are those for masked language modelling, ViT and DINOv2 those
 for the classification of images."""
-_MAY_HAVE_BIAS = ("llama", "granite", "olmo2", "gemma", "qwen3", "qwen3_moe")
-"""The types whose config may have `attention_bias`."""
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
           "vocab_size")  # fmt: skip
 
@@ -555,19 +550,15 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         for name in ("experts", "active_experts")
         if name in family.fields
     }
-    num_kv_heads = _size(path, given, "num_key_value_heads")
-    _check_heads(path, fields, num_kv_heads)
-    head_dim = _size(path, given, "head_dim")
     model = Transformer(
         name=path.parent.name or kind,
         dim=sizes["hidden_size"],
         num_layers=sizes["num_hidden_layers"],
         num_heads=heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=_size(path, given, "num_key_value_heads"),
         ffn_dim=sizes["intermediate_size"],
         vocab_size=sizes["vocab_size"],
-        head_dim=head_dim,
-        vectors=_vectors(kind, fields, heads * head_dim, num_kv_heads * head_dim),
+        head_dim=_size(path, given, "head_dim"),
         norm_bytes=0 if "biased" in traits else _UNFUSED_NORM,
         copies_attention=False,
         module_names=family.names,
@@ -575,40 +566,6 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         **traits,
     )
     return model, longest if isinstance(longest, int) else None
-
-
-def _check_heads(path: Path, fields: Mapping[str, Any], num_kv_heads: int) -> None:
-    """Refuse numbers of heads that no model can have."""
-    size, heads = fields["hidden_size"], fields["num_attention_heads"]
-    if not fields.get("head_dim") and size % heads:
-        raise ConfigError(
-            f"{str(path)!r} has {heads} attention heads for hidden_size {size}. Expected a number "
-            f"that divides {size}, or a head_dim. Correct num_attention_heads."
-        )
-    if heads % num_kv_heads:
-        raise ConfigError(
-            f"{str(path)!r} has {num_kv_heads} key-value heads for {heads} attention heads. "
-            f"Expected a number that divides {heads}. Correct num_key_value_heads."
-        )
-
-
-def _vectors(kind: str, fields: Mapping[str, Any], query: int, key: int) -> tuple[int, ...]:
-    """The lengths of biases and of norms of heads in a block.
-
-    Source: the modules of these types in Transformers. Qwen2 has biases of the query, the key and
-    the value; other types have all of attention's or of the feed-forward's, if the config says so.
-    """
-    dim, ffn = fields["hidden_size"], fields["intermediate_size"]
-    of_attention = (query, key, key)
-    found: tuple[int, ...] = of_attention if kind == "qwen2" else ()
-    if kind in _MAY_HAVE_BIAS and fields.get("attention_bias"):
-        found += (*of_attention, dim)
-    if kind in ("llama", "granite") and fields.get("mlp_bias"):
-        found += (ffn, ffn, dim)
-    if kind.startswith("qwen3"):
-        head = query // fields["num_attention_heads"]
-        found += (head, head)
-    return found + ((query, key) if kind == "olmo2" else ())
 
 
 def _refuse_dense_blocks(path: Path, fields: Mapping[str, Any]) -> None:
