@@ -391,6 +391,9 @@ class _Family:
     """The values of missing keys that differ from Llama's."""
     traits: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Transformer`."""
+    splits_width: bool = False
+    """Whether Transformers refuses heads that do not divide the hidden size. The others round the
+    width of a head down."""
 
 
 _GPT2 = {
@@ -411,7 +414,8 @@ def _names(blocks: str, embedding: str, norm: str, head: str) -> ModuleNames:
 
 
 _FAMILIES: Mapping[str, _Family] = {
-    **dict.fromkeys(("llama", "granite", "phi3", "olmo2"), _Family()),
+    "llama": _Family(splits_width=True),
+    **dict.fromkeys(("granite", "phi3", "olmo2"), _Family()),
     "mistral": _Family(defaults={"num_key_value_heads": 8}),
     "qwen2": _Family(defaults={"num_key_value_heads": 32}),
     "qwen3": _Family(defaults={"num_key_value_heads": 32, "head_dim": 128}),
@@ -432,12 +436,14 @@ _FAMILIES: Mapping[str, _Family] = {
         fields=_GPT2,
         defaults=_TIED,
         traits={**_LAYER_NORM, "has_positions": True},
+        splits_width=True,
     ),
     "gpt_neox": _Family(
         names=_names(
             "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"
         ),
         traits=_LAYER_NORM,
+        splits_width=True,
     ),
     "vit": _Family(
         names=_names("vit.layers", "vit.embeddings", "vit.layernorm", "classifier"), traits=_IMAGE
@@ -451,6 +457,7 @@ _FAMILIES: Mapping[str, _Family] = {
             names=_names(f"{kind}.encoder.layer", f"{kind}.embeddings", f"{kind}.norm", "head"),
             defaults=_TIED,
             traits={**_LAYER_NORM, "has_positions": True, "is_causal": False},
+            splits_width=True,
         )
         for kind in ("bert", "roberta")
     },
@@ -533,12 +540,6 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
     if "is_image" in family.traits:
         fields |= _sizes_of_images(path, fields)
     sizes = {name: _size(path, fields, name) for name in _SIZES}
-    heads = sizes["num_attention_heads"]
-    given = {
-        "num_key_value_heads": heads,
-        "head_dim": sizes["hidden_size"] // heads,
-        **{name: value for name, value in fields.items() if value is not None},
-    }
     longest = fields.get("max_position_embeddings")
     traits = dict(family.traits)
     if traits.pop("is_image", False):
@@ -554,18 +555,42 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         name=path.parent.name or kind,
         dim=sizes["hidden_size"],
         num_layers=sizes["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=_size(path, given, "num_key_value_heads"),
         ffn_dim=sizes["intermediate_size"],
         vocab_size=sizes["vocab_size"],
-        head_dim=_size(path, given, "head_dim"),
         norm_bytes=0 if "biased" in traits else _UNFUSED_NORM,
         copies_attention=False,
         module_names=family.names,
         tie_embeddings=bool(fields.get("tie_word_embeddings")),
+        **_head_sizes(path, fields, sizes, splits_width=family.splits_width),
         **traits,
     )
     return model, longest if isinstance(longest, int) else None
+
+
+def _head_sizes(
+    path: Path, fields: Mapping[str, Any], sizes: Mapping[str, int], *, splits_width: bool
+) -> dict[str, int]:
+    """The numbers of heads and their width, which the model's code must be able to use."""
+    dim, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    if splits_width and fields.get("head_dim") is None and dim % heads:
+        raise ConfigError(
+            f"Invalid num_attention_heads in {str(path)!r}: {heads} heads do not divide the hidden "
+            f"size of {dim}. Expected a divisor of it. Correct the config."
+        )
+    given = {
+        "num_key_value_heads": heads,
+        "head_dim": dim // heads,
+        **{name: value for name, value in fields.items() if value is not None},
+    }
+    kv_heads = _size(path, given, "num_key_value_heads")
+    if heads % kv_heads:
+        raise ConfigError(
+            f"Invalid num_key_value_heads in {str(path)!r}: {kv_heads} key heads do not divide "
+            f"{heads} attention heads. Expected a divisor of {heads}. Set num_key_value_heads in "
+            "the config."
+        )
+    head_dim = _size(path, given, "head_dim")
+    return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
 
 
 def _refuse_dense_blocks(path: Path, fields: Mapping[str, Any]) -> None:

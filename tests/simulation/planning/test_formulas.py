@@ -173,6 +173,33 @@ def test_a_model_with_experts_in_some_blocks_is_refused(tmp_path, key):
             load_model(str(tmp_path))
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000,
+    "num_hidden_layers": 4, "num_attention_heads": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"num_attention_heads": 33}, "33 heads do not divide the hidden size of 4096"),
+        ({"num_attention_heads": 33, "head_dim": 128}, None),
+        ({"model_type": "mistral", "num_attention_heads": 33, "num_key_value_heads": 3}, None),
+        ({"num_key_value_heads": 5}, "5 key heads do not divide 32 attention heads"),
+        ({"num_key_value_heads": 64}, "64 key heads do not divide 32 attention heads"),
+        ({"num_key_value_heads": 1}, None),
+        ({"model_type": "mistral", "num_attention_heads": 4}, "8 key heads do not divide 4"),
+    ],
+)
+def test_heads_that_the_model_cannot_use_are_refused(tmp_path, keys, problem):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **keys}))
+    if problem is None:
+        load_model(str(tmp_path))
+        return
+    with pytest.raises(ConfigError, match=problem):
+        load_model(str(tmp_path))
+
+
 @pytest.mark.parametrize("preset", ["llama-8b", "llama-1b"])
 @pytest.mark.parametrize(
     "candidate",
