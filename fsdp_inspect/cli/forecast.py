@@ -15,7 +15,7 @@ from fsdp_inspect.cli.arguments import (
     print_renderable,
     whole_number,
 )
-from fsdp_inspect.cli.forecast_maker import TRAINER, make_forecasts, parse_setting
+from fsdp_inspect.cli.forecast_maker import TRAINER, make_forecasts, parse_settings
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.trace.records import MAX_WORLD_SIZE
 
@@ -170,17 +170,22 @@ def _name_of(builder: str, settings: Mapping[str, Any]) -> str:
 def _find_model(
     model: str | None, preset: str | None, hf: str | None, config: Path | None, given: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    settings = dict(parse_setting(text) for text in given)
     of_trainer = {"preset": preset, "hf": hf, "config": str(config) if config else None}
-    of_trainer = {name: value for name, value in of_trainer.items() if value is not None}
     if model is None:
-        return TRAINER, {**of_trainer, **settings}
-    if of_trainer:
+        settings = parse_settings(given, of_trainer)
+        if {"preset", "hf"} <= set(settings):
+            raise typer.BadParameter(
+                f"The preset {settings['preset']!r} and the Hugging Face model {settings['hf']!r} "
+                "are both given. Expected one model. Leave one out.",
+                param_hint="--preset",
+            )
+        return TRAINER, settings
+    if options := [name for name, value in of_trainer.items() if value is not None]:
         raise typer.BadParameter(
-            f"{model} is a builder of your own, and --{next(iter(of_trainer))} is for the "
-            "trainer's models. Give one of the two."
+            f"{model} is a builder of your own, and --{options[0]} is for the trainer's models. "
+            "Give one of the two."
         )
-    return model, settings
+    return model, parse_settings(given)
 
 
 def _parse_sizes(text: str) -> list[int]:

@@ -136,8 +136,11 @@ def test_a_builder_of_ones_own_is_found_from_the_current_folder(builder, invoke)
         (("--device", "tpu"), 2, "neither cuda nor cpu"),
         (("mine:build", "--preset", "tiny"), 2, "Give one of the two"),
         (("--allowance", "1GiB", "--allowance-from", "x"), 2, "are both given"),
+        (("--preset", "tiny", "--hf", "llama"), 2, "Expected one model"),
+        (("--preset", "tiny", "--set", "preset=small"), 2, "preset is both tiny and small"),
+        (("--set", "seq_len=8", "--set", "seq-len=9"), 2, "seq_len is both 8 and 9"),
     ],
-    ids=["ranks", "fit", "set", "device", "both", "allowances"],
+    ids=["ranks", "fit", "set", "device", "both", "allowances", "models", "option", "twice"],
 )
 def test_wrong_use_is_refused_before_anything_runs(invoke, arguments, code, message):
     ended = invoke("plan", "memory", *arguments)
