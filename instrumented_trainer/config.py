@@ -18,6 +18,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
 )
 
@@ -328,6 +329,14 @@ class TrainerConfig(BaseModel):
         "compute time each.",
         legal=FIXED_TIMES_LEGAL,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        legal = legal_values(str(info.field_name))
+        if isinstance(value, bool) and legal.startswith(("a number", "a whole number")):
+            raise ValueError(f"{info.field_name} is {value}. Expected {legal}")
+        return value
 
     @field_validator("wrap", mode="before")
     @classmethod

@@ -21,7 +21,7 @@ FAILED = 1
 """Exit code of an error."""
 UNJUDGED = 2
 """Exit code of an error in a command that judges, where 1 means a finding."""
-JUDGING = frozenset({"check", "diagnose", "equivalence", "plan"})
+JUDGING = frozenset({"check", "diagnose", "equivalence", "forecast", "plan"})
 TRACEBACK = "--traceback"
 
 
@@ -45,9 +45,8 @@ def main() -> None:
         if TRACEBACK in words:
             traceback.print_exc()
         print(show_controls(f"fsdp-inspect: {_describe(error)}"), file=sys.stderr)
-        command = [word for word in words if not word.startswith("-")][:2]
-        is_judging = bool(command) and command[0] in JUDGING and command != ["plan", "memory"]
-        sys.exit(UNJUDGED if is_judging else FAILED)
+        command = next((word for word in words if not word.startswith("-")), None)
+        sys.exit(UNJUDGED if command in JUDGING else FAILED)
 
 
 def _options_of(words: Sequence[str]) -> list[str]:

@@ -12,10 +12,10 @@ from fsdp_inspect.cli.arguments import (
     JsonOption,
     parse_allocator,
     parse_memory,
-    print_renderable,
+    show_result,
     whole_number,
 )
-from fsdp_inspect.cli.forecast_maker import TRAINER, make_forecasts, parse_setting
+from fsdp_inspect.cli.forecast_maker import TRAINER, make_forecasts, parse_settings
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.trace.records import MAX_WORLD_SIZE
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from fsdp_inspect.simulation.planning.builder_predictor import Fit
     from fsdp_inspect.simulation.planning.estimates import PlannedValue
     from fsdp_inspect.store.reader import StoredRun
+
+
+MAY_NOT_FIT = 1
 
 
 def forecast(  # noqa: PLR0913 - one argument an option
@@ -106,8 +109,13 @@ def forecast(  # noqa: PLR0913 - one argument an option
     One training step runs on fake tensors and a fake process group. FSDP2's own code decides what
     is allocated and when, and no arithmetic runs. 8B parameters take seconds and 0.4 GB of memory.
 
+    Exit code with --fit, 0: the step is certain to fit as given, on the first number of ranks. 1:
+    it is not, also if more ranks, another batch or a change make it fit. 2: invalid input, or the
+    forecast failed.
+
     Example: `fsdp-inspect plan memory --preset llama-8b --world-size 8,64,512 --fit 80GiB`
     """
+    from fsdp_inspect.report.forecast import render_forecast
     from fsdp_inspect.simulation.planning.builder_predictor import collect_forecasts, find_fit
     from fsdp_inspect.simulation.planning.forecast_step import allowance_of, read_forecast, row_of
     from fsdp_inspect.simulation.planning.prediction import predict_device_need
@@ -149,14 +157,9 @@ def forecast(  # noqa: PLR0913 - one argument an option
         shown = collect_forecasts(
             runs, settings=settings, allowance_bytes=extra, allowance=measured, fit=found
         )
-    if as_json:
-        from fsdp_inspect.report.json import render_json
-
-        print(render_json(shown))
-        return
-    from fsdp_inspect.report.forecast import render_forecast
-
-    print_renderable(render_forecast(shown))
+    show_result(shown, render_forecast, as_json=as_json)
+    if found is not None and not found.fits:
+        raise typer.Exit(MAY_NOT_FIT)
 
 
 def _name_of(builder: str, settings: Mapping[str, Any]) -> str:
@@ -170,17 +173,22 @@ def _name_of(builder: str, settings: Mapping[str, Any]) -> str:
 def _find_model(
     model: str | None, preset: str | None, hf: str | None, config: Path | None, given: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    settings = dict(parse_setting(text) for text in given)
     of_trainer = {"preset": preset, "hf": hf, "config": str(config) if config else None}
-    of_trainer = {name: value for name, value in of_trainer.items() if value is not None}
     if model is None:
-        return TRAINER, {**of_trainer, **settings}
-    if of_trainer:
+        settings = parse_settings(given, of_trainer)
+        if {"preset", "hf"} <= set(settings):
+            raise typer.BadParameter(
+                f"The preset {settings['preset']!r} and the Hugging Face model {settings['hf']!r} "
+                "are both given. Expected one model. Leave one out.",
+                param_hint="--preset",
+            )
+        return TRAINER, settings
+    if options := [name for name, value in of_trainer.items() if value is not None]:
         raise typer.BadParameter(
-            f"{model} is a builder of your own, and --{next(iter(of_trainer))} is for the "
-            "trainer's models. Give one of the two."
+            f"{model} is a builder of your own, and --{options[0]} is for the trainer's models. "
+            "Give one of the two."
         )
-    return model, settings
+    return model, parse_settings(given)
 
 
 def _parse_sizes(text: str) -> list[int]:

@@ -5,13 +5,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import typer
 
+from fsdp_inspect.error_text import shorten
 from fsdp_inspect.errors import ForecastError, StoreError
 from fsdp_inspect.formatting import plural
 from fsdp_inspect.reading import InvalidTextError, parse_json
@@ -227,7 +228,29 @@ def _make_folder(path: Path) -> None:
         ) from error
 
 
-def parse_setting(text: str) -> tuple[str, Any]:
+def parse_settings(
+    texts: Iterable[str], options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Parse the values of all `--set` of a command: one value for each name.
+
+    Args:
+        texts: `NAME=VALUE` each.
+        options: Settings from other options of the command.
+    """
+    settings = {name: value for name, value in (options or {}).items() if value is not None}
+    for text in texts:
+        name, value = _parse_setting(text)
+        if name in settings and repr(settings[name]) != repr(value):
+            both = " and ".join(shorten(str(each)) for each in (settings[name], value))
+            raise typer.BadParameter(
+                f"{shorten(name)} is both {both}. Expected one value. Leave one out.",
+                param_hint="--set",
+            )
+        settings[name] = value
+    return settings
+
+
+def _parse_setting(text: str) -> tuple[str, Any]:
     """Parse `NAME=VALUE`; the value is JSON or text."""
     name, equals, value = text.partition("=")
     if not (name and equals):

@@ -17,7 +17,7 @@ from fsdp_inspect.cli.arguments import (
     show_result,
     whole_number,
 )
-from fsdp_inspect.cli.forecast_maker import TRAINER, ForecastMaker, make_forecasts, parse_setting
+from fsdp_inspect.cli.forecast_maker import TRAINER, ForecastMaker, make_forecasts, parse_settings
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.errors import ForecastError
 from fsdp_inspect.trace.records import MAX_WORLD_SIZE
@@ -173,6 +173,7 @@ def plan(  # noqa: PLR0913 - one argument an option
         )
     if out is not None:
         require_free_folder(out, replaces=force)
+    _require_whole_nodes(gpus, gpus_per_node)
     machine = _machine(preset, gpus_per_node, memory, host_memory, calibrate)
     question = _Question(
         model=model,
@@ -182,7 +183,7 @@ def plan(  # noqa: PLR0913 - one argument an option
         seq_len=seq_len,
         batch_tokens=None if batch_tokens is None else round(batch_tokens),
     )
-    settings = dict(parse_setting(text) for text in set_ or [])
+    settings = parse_settings(set_ or [])
     if ":" in model and not Path(model).exists():
         if fixed:
             raise typer.BadParameter(
@@ -205,6 +206,16 @@ def plan(  # noqa: PLR0913 - one argument an option
         raise typer.Exit(NONE_FITS)
 
 
+def _require_whole_nodes(gpus: int, gpus_per_node: int | None) -> None:
+    """Refuse a given size of nodes that leaves GPUs over."""
+    if gpus_per_node is not None and gpus > gpus_per_node and gpus % gpus_per_node:
+        raise typer.BadParameter(
+            f"Nodes of {gpus_per_node} GPUs do not make {gpus} GPUs. Expected a divisor of {gpus}. "
+            "Change --gpus-per-node or --gpus.",
+            param_hint="--gpus-per-node",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Question:
     model: str
@@ -223,6 +234,12 @@ def _plan_builder(
     from fsdp_inspect.simulation.planning.forecast_step import read_forecast
 
     name = question.model.partition(":")[2]
+    if question.seq_len not in (None, settings.get("seq_len", question.seq_len)):
+        raise typer.BadParameter(
+            f"--seq-len is {question.seq_len}, and --set seq_len is {settings['seq_len']}. "
+            "Expected one value. Leave one out.",
+            param_hint="--seq-len",
+        )
     per_node = machine.speed.links.gpus_per_node
     with make_forecasts(question.model, settings, name=name, gpus_per_node=per_node) as maker:
         given = dict(settings)

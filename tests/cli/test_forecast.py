@@ -92,6 +92,7 @@ def test_the_fit_includes_an_estimated_allowance_that_is_shown_by_part(builder, 
     ended = invoke("plan", "memory", builder, "--fit", "1GiB")
 
     words = " ".join(ended.out.split())
+    assert ended.code == 1
     assert "Required with the allowance: 1.6" in words
     assert "It does not fit into 1.00 GiB on 8 ranks." in words
     assert "reserved and not allocated (predicted) + 1.30 GiB for the CUDA context" in words
@@ -136,8 +137,11 @@ def test_a_builder_of_ones_own_is_found_from_the_current_folder(builder, invoke)
         (("--device", "tpu"), 2, "neither cuda nor cpu"),
         (("mine:build", "--preset", "tiny"), 2, "Give one of the two"),
         (("--allowance", "1GiB", "--allowance-from", "x"), 2, "are both given"),
+        (("--preset", "tiny", "--hf", "llama"), 2, "Expected one model"),
+        (("--preset", "tiny", "--set", "preset=small"), 2, "preset is both tiny and small"),
+        (("--set", "seq_len=8", "--set", "seq-len=9"), 2, "seq_len is both 8 and 9"),
     ],
-    ids=["ranks", "fit", "set", "device", "both", "allowances"],
+    ids=["ranks", "fit", "set", "device", "both", "allowances", "models", "option", "twice"],
 )
 def test_wrong_use_is_refused_before_anything_runs(invoke, arguments, code, message):
     ended = invoke("plan", "memory", *arguments)
@@ -159,7 +163,7 @@ def test_wrong_use_is_refused_before_anything_runs(invoke, arguments, code, mess
 def test_what_cannot_be_forecast_says_why(builder, invoke, arguments, message):
     ended = invoke("plan", "memory", *arguments)
 
-    assert ended.code == 1
+    assert ended.code == 2
     assert message in " ".join(ended.err.split())
     assert "Traceback" not in ended.err
 
@@ -167,12 +171,15 @@ def test_what_cannot_be_forecast_says_why(builder, invoke, arguments, message):
 @pytest.mark.slow
 def test_only_what_was_asked_for_is_kept_and_replaced_when_told(builder, invoke, tmp_path):
     out = tmp_path / "kept"
-    asked = ("forecast", builder, "--world-size", "4", "--fit", "1MiB", "--out", out)
+    asked = (
+        *("forecast", builder, "--world-size", "4", "--fit", "1MiB", "--out", out),
+        *WITHOUT_ALLOWANCE,
+    )
 
     assert invoke(*asked).code == 0
     assert [path.name for path in out.iterdir()] == ["build-4-ranks"]
     again = invoke(*asked)
-    assert again.code == 1
+    assert again.code == 2
     assert "already exists" in again.err
     assert invoke(*asked, "--force").code == 0
 
@@ -183,7 +190,7 @@ def test_force_replaces_nothing_that_is_no_forecast(builder, invoke, runs_folder
 
     ended = invoke("plan", "memory", builder, "--out", out, "--force")
 
-    assert ended.code == 1
+    assert ended.code == 2
     assert "is not a forecast" in ended.err
     assert open_run(out / "build-8-ranks").manifest.recorded_id == "hand-made"
 
@@ -203,7 +210,7 @@ def test_what_a_builder_does_not_take_is_said_and_the_rest_is_answered(builder, 
     ended = invoke("plan", "memory", "fixed:build", "--fit", "10KiB", *WITHOUT_ALLOWANCE)
 
     words = " ".join(ended.out.split())
-    assert ended.code == 0, ended.err
+    assert ended.code == 1, ended.err
     assert "It does not fit into 10.0 KiB on 8 ranks" in words
     assert "The largest batch is unknown: the builder has no keyword batch_size" in words
     assert "No change was tried: the builder has none of the keywords" in words
@@ -221,7 +228,7 @@ def test_only_changes_that_reduce_the_required_memory_are_listed(invoke, tmp_pat
     ended = invoke("plan", "memory", f"changed_{narrower}:build", *limits)
 
     words = " ".join(ended.out.split())
-    assert ended.code == 0, ended.err
+    assert ended.code == 1, ended.err
     assert ("No memory is saved by reshard_after_forward=true." in words) is not saves
     assert ("With none of the changes below" in words) is saves
     rows = [line.split()[1:] for line in ended.out.splitlines() if line.startswith("reshard_after")]

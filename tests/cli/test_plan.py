@@ -143,6 +143,14 @@ def test_without_a_fitting_plan_the_exit_code_is_1_and_the_missing_memory_is_sta
                      id="calibrate"),
         pytest.param(["--model", "a.b:build", "--gpus", "8", "--fixed"], "is a builder",
                      id="fixed-builder"),
+        pytest.param(["--model", "tiny", "--gpus", "8", "--set", "prefetch=1", "--set",
+                      "prefetch=2"], "prefetch is both 1 and 2", id="twice"),
+        pytest.param(["--model", "tiny", "--gpus", "64", "--gpus-per-node", "48"],
+                     "Expected a divisor of 64", id="nodes"),
+        pytest.param(["--model", "a.b:build", "--gpus", "8", "--seq-len", "64", "--set",
+                      "seq_len=32"], "--set seq_len is 32", id="lengths"),
+        pytest.param(["--model", "tiny", "--gpus", "8", "--fixed", "--batch-tokens", "4M", "--set",
+                      "microbatches=3"], "Expected --batch-tokens 4000000", id="batches"),
     ],
 )  # fmt: skip
 def test_invalid_input_has_exit_code_2_and_no_traceback(words, message, invoke):

@@ -124,6 +124,7 @@ def test_a_bad_command_line_is_refused_with_what_is_legal(arguments, complaint):
         ("[training]\nlr = 3", "sets 'lr' in [training]. Expected it in [optimizer]"),
         ("training = 3", "sets 'training', which is an unknown setting."),
         ("steps = ]", "invalid TOML:"),
+        ("steps = true", "steps is True. Expected a whole number above 0."),
     ],
 )
 def test_a_bad_file_is_refused_with_the_nearest_key(tmp_path, text, complaint):

@@ -30,6 +30,7 @@ from fsdp_inspect.emulation.forecast.compiled_regions import compile_without_fus
 from fsdp_inspect.emulation.forecast.fake_values import ValuelessTensors
 from fsdp_inspect.emulation.network import Link, Specification
 from fsdp_inspect.emulation.process import emulate
+from fsdp_inspect.errors import ForecastError
 from fsdp_inspect.recording.torch_api.attributes import replace_everywhere, set_attribute
 from fsdp_inspect.recording.torch_api.cuda import (
     is_flash_enabled,
@@ -241,7 +242,17 @@ def _attend(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Attend: (B, H, T, D) queries, (B, K, S, D) keys and values to (B, H, T, D)."""
+    """Attend: (B, H, T, D) queries, (B, K, S, D) keys and values to (B, H, T, D).
+
+    Raises:
+        ForecastError: The key heads do not divide the query heads. Fake kernels would not fail.
+    """
+    if query.dim() == 4 and query.shape[1] > 1 and query.shape[1] % key.shape[1]:
+        raise ForecastError(
+            f"{key.shape[1]} key heads do not divide {query.shape[1]} query heads of attention. "
+            "Expected a divisor. Change one of the two: num_key_value_heads and "
+            "num_attention_heads in a config of Hugging Face."
+        )
     scale, is_grouped = options.get("scale"), query.shape[1] != key.shape[1]
     result: Sequence[torch.Tensor]
     if _is_flash(query, value, attn_mask):

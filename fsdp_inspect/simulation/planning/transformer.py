@@ -1,7 +1,8 @@
 """Compute the parameters, operations and activations of a Llama-style decoder in closed form.
 
-Letters: D model width, K key/value width, Q query width (usually D), F feed-forward width, H query
-heads, V vocabulary, L blocks, T tokens of a sequence. Bytes are for a token unless said otherwise.
+Letters: D model width, K key/value width, Q query width (usually D), C channels of a head, F
+feed-forward width, H query heads, V vocabulary, L blocks, T tokens of a sequence. Bytes are for a
+token unless said otherwise.
 
 The formulas count the tensors that autograd saves in the trainer's `Decoder` on CUDA: flash
 attention saves its inputs, its output and a float32 log-sum-exp; RMSNorm saves its input and a
@@ -13,7 +14,7 @@ Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -79,6 +80,8 @@ class Transformer:
     """Whether the feed-forward has a gate (SwiGLU), thus three matrices; else two, as with GELU."""
     biased: bool = False
     """Whether all matrices and norms have a bias."""
+    vectors: tuple[int, ...] = ()
+    """Elements of a block's other vectors: biases of some matrices, norms of queries and keys."""
     is_causal: bool = True
     """Whether a token attends to those before it only; else to all, as in an encoder."""
     max_positions: int = 0
@@ -110,13 +113,17 @@ class Transformer:
         return self.num_kv_heads * self.head_dim
 
     def block_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of a block's parameters: norms, query, key, value, output, w1, w2, w3."""
+        """The shapes of a block's parameters: norms, query, key, value, output, w1, w2, w3.
+
+        `vectors` come before the feed-forward.
+        """
         dim, query, key, ffn = self.dim, self.query_dim, self.kv_dim, self.ffn_dim
         attention = [(dim,), (query, dim), (key, dim), (key, dim), (dim, query)]
         one = [(ffn, dim), (dim, ffn)] + ([(ffn, dim)] if self.gated else [])
         feed = one * (self.experts + self.shared_experts or 1)
         router = [(self.experts, dim)] if self.experts else []
-        shapes: list[tuple[int, ...]] = [*attention, (dim,), *router, *feed]
+        vectors = [(numel,) for numel in self.vectors]
+        shapes: list[tuple[int, ...]] = [*attention, *vectors, (dim,), *router, *feed]
         if not self.biased:
             return shapes
         return shapes + [(first,) for first, *_ in shapes]
@@ -391,6 +398,12 @@ class _Family:
     """The values of missing keys that differ from Llama's."""
     traits: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Transformer`."""
+    vectors: Mapping[str, str] = field(default_factory=dict)
+    """The sizes of a block's biases and norms of queries and keys, as letters of this module, by
+    the key of the config that asks for them. All models have those of the key ""."""
+    splits_width: bool = False
+    """Whether Transformers refuses heads that do not divide the hidden size. The others round the
+    width of a head down."""
 
 
 _GPT2 = {
@@ -410,12 +423,21 @@ def _names(blocks: str, embedding: str, norm: str, head: str) -> ModuleNames:
     return ModuleNames(embedding=embedding, blocks=blocks, norm=norm, head=head)
 
 
+_BIASES = {"attention_bias": "QKKD"}
+_ALL_BIASES = {**_BIASES, "mlp_bias": "FFD"}
 _FAMILIES: Mapping[str, _Family] = {
-    **dict.fromkeys(("llama", "granite", "phi3", "olmo2"), _Family()),
+    "llama": _Family(vectors=_ALL_BIASES, splits_width=True),
+    "granite": _Family(vectors=_ALL_BIASES),
+    "phi3": _Family(),
+    "olmo2": _Family(vectors={**_BIASES, "": "QK"}),
     "mistral": _Family(defaults={"num_key_value_heads": 8}),
-    "qwen2": _Family(defaults={"num_key_value_heads": 32}),
-    "qwen3": _Family(defaults={"num_key_value_heads": 32, "head_dim": 128}),
-    "gemma": _Family(defaults={**_TIED, "num_key_value_heads": 16, "head_dim": 256}),
+    "qwen2": _Family(defaults={"num_key_value_heads": 32}, vectors={"": "QKK"}),
+    "qwen3": _Family(
+        defaults={"num_key_value_heads": 32, "head_dim": 128}, vectors={**_BIASES, "": "CC"}
+    ),
+    "gemma": _Family(
+        defaults={**_TIED, "num_key_value_heads": 16, "head_dim": 256}, vectors=_BIASES
+    ),
     "mixtral": _Family(
         fields={**_EXPERTS, "experts": "num_local_experts"}, defaults={"num_key_value_heads": 8}
     ),
@@ -426,18 +448,21 @@ _FAMILIES: Mapping[str, _Family] = {
             "intermediate_size": "moe_intermediate_size",
         },
         defaults={"num_key_value_heads": 4},
+        vectors={**_BIASES, "": "CC"},
     ),
     "gpt2": _Family(
         names=_names("transformer.h", "transformer.wte", "transformer.ln_f", "lm_head"),
         fields=_GPT2,
         defaults=_TIED,
         traits={**_LAYER_NORM, "has_positions": True},
+        splits_width=True,
     ),
     "gpt_neox": _Family(
         names=_names(
             "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"
         ),
         traits=_LAYER_NORM,
+        splits_width=True,
     ),
     "vit": _Family(
         names=_names("vit.layers", "vit.embeddings", "vit.layernorm", "classifier"), traits=_IMAGE
@@ -451,6 +476,7 @@ _FAMILIES: Mapping[str, _Family] = {
             names=_names(f"{kind}.encoder.layer", f"{kind}.embeddings", f"{kind}.norm", "head"),
             defaults=_TIED,
             traits={**_LAYER_NORM, "has_positions": True, "is_causal": False},
+            splits_width=True,
         )
         for kind in ("bert", "roberta")
     },
@@ -533,12 +559,6 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
     if "is_image" in family.traits:
         fields |= _sizes_of_images(path, fields)
     sizes = {name: _size(path, fields, name) for name in _SIZES}
-    heads = sizes["num_attention_heads"]
-    given = {
-        "num_key_value_heads": heads,
-        "head_dim": sizes["hidden_size"] // heads,
-        **{name: value for name, value in fields.items() if value is not None},
-    }
     longest = fields.get("max_position_embeddings")
     traits = dict(family.traits)
     if traits.pop("is_image", False):
@@ -554,18 +574,55 @@ def _of_config(path: Path) -> tuple[Transformer, int | None]:
         name=path.parent.name or kind,
         dim=sizes["hidden_size"],
         num_layers=sizes["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=_size(path, given, "num_key_value_heads"),
         ffn_dim=sizes["intermediate_size"],
         vocab_size=sizes["vocab_size"],
-        head_dim=_size(path, given, "head_dim"),
         norm_bytes=0 if "biased" in traits else _UNFUSED_NORM,
         copies_attention=False,
         module_names=family.names,
         tie_embeddings=bool(fields.get("tie_word_embeddings")),
+        **_head_sizes(path, fields, sizes, splits_width=family.splits_width),
         **traits,
     )
+    model = replace(model, vectors=_vectors_of(model, family, fields))
     return model, longest if isinstance(longest, int) else None
+
+
+def _vectors_of(model: Transformer, family: _Family, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    sizes = {
+        "Q": model.query_dim,
+        "K": model.kv_dim,
+        "C": model.head_dim,
+        "D": model.dim,
+        "F": model.ffn_dim,
+    }
+    asked = [letters for key, letters in family.vectors.items() if not key or fields.get(key)]
+    return tuple(sizes[letter] for letter in "".join(asked))
+
+
+def _head_sizes(
+    path: Path, fields: Mapping[str, Any], sizes: Mapping[str, int], *, splits_width: bool
+) -> dict[str, int]:
+    """The numbers of heads and their width, which the model's code must be able to use."""
+    dim, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    if splits_width and fields.get("head_dim") is None and dim % heads:
+        raise ConfigError(
+            f"Invalid num_attention_heads in {str(path)!r}: {heads} heads do not divide the hidden "
+            f"size of {dim}. Expected a divisor of it. Correct the config."
+        )
+    given = {
+        "num_key_value_heads": heads,
+        "head_dim": dim // heads,
+        **{name: value for name, value in fields.items() if value is not None},
+    }
+    kv_heads = _size(path, given, "num_key_value_heads")
+    if heads % kv_heads:
+        raise ConfigError(
+            f"Invalid num_key_value_heads in {str(path)!r}: {kv_heads} key heads do not divide "
+            f"{heads} attention heads. Expected a divisor of {heads}. Set num_key_value_heads in "
+            "the config."
+        )
+    head_dim = _size(path, given, "head_dim")
+    return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
 
 
 def _refuse_dense_blocks(path: Path, fields: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_inspect.emulation.forecast.fake_rank import fake_rank
+from fsdp_inspect.errors import ForecastError
 
 B, H, K, T, D = 2, 8, 2, 64, 32
 
@@ -45,6 +46,13 @@ def test_flash_attention_keeps_its_inputs_its_output_and_a_float_a_row() -> None
     bfloat16, float32, random_state = 2, 4, 2 * 8 + 8
     tensors = bfloat16 * B * T * D * (2 * H + 2 * K)
     assert kept == tensors + float32 * B * H * T + random_state
+
+
+def test_key_heads_that_do_not_divide_the_query_heads_are_refused() -> None:
+    with fake_rank(2, gpus_per_node=2, device_type="cuda"):
+        attend = attention(torch.bfloat16, groups=3)
+        with pytest.raises(ForecastError, match="3 key heads do not divide 8 query heads"):
+            attend()
 
 
 @pytest.mark.parametrize("masked", [False, True])

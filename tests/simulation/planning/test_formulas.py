@@ -131,30 +131,27 @@ def test_a_missing_key_has_the_default_of_its_type(tmp_path, config, counted):
     assert load_model(str(tmp_path))[0].num_parameters == counted
 
 
+@pytest.mark.parametrize("biases", [{}, {"attention_bias": True, "mlp_bias": True}])
 @pytest.mark.parametrize(
     "kind", ["llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2", "gemma", "mixtral",
              "qwen3_moe"]
 )  # fmt: skip
-def test_the_shapes_of_missing_keys_are_those_of_transformers(tmp_path, kind):
+def test_the_parameters_are_those_of_transformers_also_of_missing_keys(tmp_path, kind, biases):
     import torch
     import transformers
 
     sizes = {"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 64,
              "intermediate_size": 128, "vocab_size": 1000}  # fmt: skip
     experts = {"moe_intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
-    config = {"model_type": kind, **sizes, **experts}
+    config = {"model_type": kind, **sizes, **experts, **biases}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**config, pad_token_id=None, eos_token_id=1)
         )
-    counted = {
-        name: each.numel()
-        for name, each in theirs.named_parameters()
-        if not name.endswith((".bias", "q_norm.weight", "k_norm.weight"))
-    }
+    counted = sum(each.numel() for each in theirs.parameters())
 
-    assert load_model(str(tmp_path))[0].num_parameters == sum(counted.values())
+    assert load_model(str(tmp_path))[0].num_parameters == counted
 
 
 @pytest.mark.parametrize(
@@ -171,6 +168,33 @@ def test_a_model_with_experts_in_some_blocks_is_refused(tmp_path, key):
             continue
         with pytest.raises(ConfigError, match=f"Unsupported {next(iter(key))} in"):
             load_model(str(tmp_path))
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000,
+    "num_hidden_layers": 4, "num_attention_heads": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"num_attention_heads": 33}, "33 heads do not divide the hidden size of 4096"),
+        ({"num_attention_heads": 33, "head_dim": 128}, None),
+        ({"model_type": "mistral", "num_attention_heads": 33, "num_key_value_heads": 3}, None),
+        ({"num_key_value_heads": 5}, "5 key heads do not divide 32 attention heads"),
+        ({"num_key_value_heads": 64}, "64 key heads do not divide 32 attention heads"),
+        ({"num_key_value_heads": 1}, None),
+        ({"model_type": "mistral", "num_attention_heads": 4}, "8 key heads do not divide 4"),
+    ],
+)
+def test_heads_that_the_model_cannot_use_are_refused(tmp_path, keys, problem):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **keys}))
+    if problem is None:
+        load_model(str(tmp_path))
+        return
+    with pytest.raises(ConfigError, match=problem):
+        load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("preset", ["llama-8b", "llama-1b"])
