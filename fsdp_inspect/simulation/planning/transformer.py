@@ -601,7 +601,7 @@ def _vectors_of(model: Transformer, family: _Family, fields: Mapping[str, Any]) 
 
 def _head_sizes(
     path: Path, fields: Mapping[str, Any], sizes: Mapping[str, int], *, splits_width: bool
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """The numbers of heads and their width, which the model's code must be able to use."""
     dim, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if splits_width and fields.get("head_dim") is None and dim % heads:
