@@ -222,8 +222,9 @@ def _phrase_step_time(
             f"{times}: {format_signed(judged.change)}. "
             f"{_phrase_why_unknown(evidence, judged, other)}",
         )
-    headline = f"{label} {_phrase_speed(judged.change)} {first}."
     cores = _phrase_cores(evidence, other)
+    doubt = ", perhaps because of the machine" if cores else ""
+    headline = f"{label} {_phrase_speed(judged.change)} {first}{doubt}."
     if judged.p_value is None:
         missing = _phrase_missing_runs(evidence, judged, other)
         return headline, f"{times}.{cores} To test the difference, {missing}."

@@ -178,6 +178,7 @@ def test_missing_cores_are_named_as_a_reason_for_other_times(before, after, is_s
     assert (
         "may come from the machine: training threads had no CPU core" in conclusion.sentence
     ) is bool(is_said)
+    assert ("than A, perhaps because of the machine." in conclusion.sentence) is bool(is_said)
 
 
 def test_a_change_is_explained_by_the_part_and_the_unit_that_moved_in_it():
