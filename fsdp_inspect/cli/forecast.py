@@ -15,7 +15,7 @@ from fsdp_inspect.cli.arguments import (
     show_result,
     whole_number,
 )
-from fsdp_inspect.cli.forecast_maker import TRAINER, make_forecasts, parse_settings
+from fsdp_inspect.cli.forecast_maker import TRAINER, collect_settings, make_forecasts
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.trace.records import MAX_WORLD_SIZE
 
@@ -175,7 +175,7 @@ def _find_model(
 ) -> tuple[str, dict[str, Any]]:
     of_trainer = {"preset": preset, "hf": hf, "config": str(config) if config else None}
     if model is None:
-        settings = parse_settings(given, of_trainer)
+        settings = collect_settings(given, of_trainer)
         if {"preset", "hf"} <= set(settings):
             raise typer.BadParameter(
                 f"The preset {settings['preset']!r} and the Hugging Face model {settings['hf']!r} "
@@ -188,7 +188,7 @@ def _find_model(
             f"{model} is a builder of your own, and --{options[0]} is for the trainer's models. "
             "Give one of the two."
         )
-    return model, parse_settings(given)
+    return model, collect_settings(given)
 
 
 def _parse_sizes(text: str) -> list[int]:

@@ -228,7 +228,7 @@ def _make_folder(path: Path) -> None:
         ) from error
 
 
-def parse_settings(
+def collect_settings(
     texts: Iterable[str], options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Parse the values of all `--set` of a command: one value for each name.

@@ -17,7 +17,7 @@ from fsdp_inspect.cli.arguments import (
     show_result,
     whole_number,
 )
-from fsdp_inspect.cli.forecast_maker import TRAINER, ForecastMaker, make_forecasts, parse_settings
+from fsdp_inspect.cli.forecast_maker import TRAINER, ForecastMaker, collect_settings, make_forecasts
 from fsdp_inspect.error_text import shorten
 from fsdp_inspect.errors import ForecastError
 from fsdp_inspect.trace.records import MAX_WORLD_SIZE
@@ -183,7 +183,7 @@ def plan(  # noqa: PLR0913 - one argument an option
         seq_len=seq_len,
         batch_tokens=None if batch_tokens is None else round(batch_tokens),
     )
-    settings = parse_settings(set_ or [])
+    settings = collect_settings(set_ or [])
     if ":" in model and not Path(model).exists():
         if fixed:
             raise typer.BadParameter(
