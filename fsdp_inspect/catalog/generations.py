@@ -39,7 +39,7 @@ from fsdp_inspect.store.schema import REDUCTION_VERSION
 from fsdp_inspect.trace.records import SCHEMA_VERSION
 from fsdp_inspect.version import __version__
 
-CATALOG_VERSION = 4
+CATALOG_VERSION = 5
 """Increased if the tables or their meaning change."""
 HEAD_FILE = "catalog.json"
 _UNUSED_FOR_S = 600.0

@@ -23,9 +23,11 @@ NAMES_AND_PLACES = frozenset({"name", "runs_dir", "tag", "tags", "upload", "log_
 _REPEATS_MAY_DIFFER = frozenset({"seed", "inputs"})
 """Settings that may differ between repeats of one side; batches may have different lengths."""
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "checkpointing")
-_ALWAYS_OBSERVED = ("dropout", "gradient_sync", "gradient_hooks", "inputs", "backwards")
+_ALWAYS_OBSERVED = (
+    *("dropout", "gradient_sync", "gradient_hooks", "inputs", "backwards", "recomputation"),
+)
 """Observed settings that are unknown where they are missing: in a run of an older version, or
-without a memory step."""
+without a memory step. The plan states the recomputation of torch's wrappers."""
 _OBSERVED = (*_ALWAYS_OBSERVED, "attention", "optimizer", "loss_dtype")
 """Settings in `RunManifest.observed`, which older runs lack."""
 _USUAL = {"backwards": "1 a step", "gradient_sync": "every microbatch"}
@@ -91,6 +93,9 @@ def describe_plan(manifest: RunManifest) -> str:
     """
     checkpointing = manifest.plan.get("checkpointing") or {}
     ran = [manifest.observed.get(name, usual) for name, usual in _USUAL.items()]
+    recomputation = manifest.observed.get("recomputation", "none")
+    if recomputation != "none":
+        ran.append(recomputation)
     whole = {name: manifest.plan.get(name) for name in _PLAN_OF_THE_WHOLE}
     sizes = [unit.num_parameters for unit in manifest.units]
     model = (manifest.model.class_name, sizes)
@@ -99,6 +104,7 @@ def describe_plan(manifest: RunManifest) -> str:
     facts = [
         describe_sharding(manifest),
         *(f"{kind} checkpointing" for kind, names in checkpointing.items() if names),
+        "" if recomputation == "none" else f"{recomputation} repeated",
         "" if ran[0] == _USUAL["backwards"] else ran[0].replace(" a step", " backwards a step"),
         f"plan {hashed:08x}",
     ]

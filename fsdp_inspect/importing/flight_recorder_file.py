@@ -129,7 +129,7 @@ def read_dump(path: Path) -> Dump:
             "Expected version 2 (torch 2.3 and later). Update FSDP Inspect."
         )
     found = [_parse(entry) if isinstance(entry, dict) else None for entry in value["entries"]]
-    num_left_out = max((at for at, each in enumerate(found, 1) if each is None), default=0)
+    num_left_out = _count_left_out([None if each is None else each[0] for each in found])
     kept = sorted(filter(None, found[num_left_out:]), key=lambda each: each[0])
     if not any(found) and found:
         raise CorruptFileError(
@@ -145,6 +145,16 @@ def read_dump(path: Path) -> Dump:
         tuple(each for _, each in kept),
         num_left_out=num_left_out,
     )
+
+
+def _count_left_out(numbers: Sequence[int | None]) -> int:
+    """The entries up to the last unusable one; all, if the others are not in the order of issue."""
+    known = [number for number in numbers if number is not None]
+    if len(known) == len(numbers):
+        return 0
+    if known != sorted(known):
+        return len(numbers)
+    return max(at for at, number in enumerate(numbers, 1) if number is None)
 
 
 def _decode(content: bytes, name: str) -> Any:

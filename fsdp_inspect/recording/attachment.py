@@ -778,7 +778,8 @@ class Attachment:
             observed["backwards"] = f"{backwards} a step"
         plan = self._observed_plan()
         is_wrapped = any((plan.get("checkpointing") or {}).values())  # the plan says it
-        if backwards and plan and not is_wrapped and recomputation_hook():
+        is_seen = recomputation_hook() is not None and not is_compiled(self._model)
+        if backwards and plan and is_seen and not is_wrapped:
             known = self._manifest.observed.get("recomputation")  # later steps may be plain ones
             observed["recomputation"] = known or describe_recomputation(
                 self.session.num_repeated, self.session.backwards

@@ -64,6 +64,19 @@ def test_gradient_hooks_differ_only_where_both_runs_record_them():
     assert ("model", name, "", ("none", "5 parameters")) in differences(none, some)
 
 
+def test_recomputation_differs_only_where_both_runs_record_it() -> None:
+    old, none, some = (
+        manifest(observed=observed)
+        for observed in ({}, {"recomputation": "none"}, {"recomputation": "3 forwards a backward"})
+    )
+    assert not differences(old, none)
+    assert not differences(old, some)
+    assert differences(none, some) == [
+        ("model", "recomputation", "", ("none", "3 forwards a backward"))
+    ]
+    assert describe_plan(old) == describe_plan(none) != describe_plan(some)
+
+
 def test_the_machine_comes_before_the_configuration_and_the_code_last():
     first = manifest(config={"a": 1}, versions={"torch": "2.13"}, git_commit="abc")
     second = manifest(world_size=4, config={"a": 2}, versions={"torch": "2.14"}, git_commit="def")

@@ -929,6 +929,45 @@ def optimizer_of_copies(folder: Path, sharder: str) -> None:
             setup.model.zero_grad()
 
 
+class OfMainGradients(torch.optim.Optimizer):
+    """Reads `main_grad`, and keeps float32 copies of its parameters in its state."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                own = self.state[each].setdefault("master", each.detach().float().clone())
+                own.sub_(each.main_grad.float(), alpha=group["lr"])
+                each.copy_(own)
+
+
+def train_main_gradients(folder: Path, setup: Setup, optimizer: torch.optim.Optimizer) -> None:
+    with recorded(folder, setup.model):
+        for inputs, labels in many(30):
+            inputs = inputs.to(next(setup.model.parameters()).dtype)
+            loss_of(setup.model, (inputs, labels)).backward()
+            for each in setup.model.parameters():
+                each.main_grad, each.grad = each.grad, None
+            optimizer.step()
+
+
+@loop("fsdp2", "ddp")
+def main_gradients_of_bfloat16(folder: Path, sharder: str) -> None:
+    """Each update is smaller than the rounding of the parameters."""
+    setup = Setup(sharder, make_model().bfloat16())
+    train_main_gradients(folder, setup, OfMainGradients(setup.model.parameters(), lr=1e-7))
+
+
+@loop("fsdp2", "ddp")
+def main_gradients_at_rate_0(folder: Path, sharder: str) -> None:
+    """A short recording of a long warm-up."""
+    setup = Setup(sharder)
+    train_main_gradients(folder, setup, OfMainGradients(setup.model.parameters(), lr=0.0))
+
+
 @loop("fsdp2", "ddp")
 def masters_copied_late(folder: Path, sharder: str) -> None:
     """The copies that train are written to the model every fourth update."""

@@ -448,3 +448,11 @@ def test_the_entries_after_an_unusable_one_are_compared(tmp_path: Path) -> None:
     write(tmp_path / "a", {0: [*damaged, entry(4, **WAITING)], 1: damaged}, ranks="[0, 1]")
     found = diagnose_dumps(tmp_path / "a")
     assert (found.problem, found.ranks) == (ProblemClass.RANK_LATE, (1,))
+
+
+def test_an_unusable_entry_in_an_unsorted_dump_leaves_out_its_rank(tmp_path: Path) -> None:
+    """The entries after it may be older ones."""
+    newest = [entry(2), entry(3), entry(4, **WAITING)]
+    write(tmp_path / "a", {0: [*newest, "x", entry(0), entry(1)], 1: newest}, ranks="[0, 1]")
+    diagnose_dumps(tmp_path / "a")
+    assert "Rank 0 is missing: none of its entries is left." in open_run(tmp_path / "run").notes

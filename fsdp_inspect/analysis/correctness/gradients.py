@@ -38,7 +38,7 @@ from fsdp_inspect.analysis.correctness.samples import (
 )
 from fsdp_inspect.formatting import format_ranks, plural
 from fsdp_inspect.trace.codes import NO_UNIT, EventKind, Phase
-from fsdp_inspect.trace.correctness import TrainingSeen, UpdateSeen
+from fsdp_inspect.trace.correctness import OptimizerSeen, TrainingSeen, UpdateSeen
 from fsdp_inspect.trace.sharders import DDP, traits_of
 
 _EXPERT = "expert"
@@ -277,7 +277,9 @@ def _check_without(observed: Observed) -> TrainingFault | None:
         return None
     if any(len(seen.optimizers) > 1 for seen in observed.seen.values()):
         return None  # the backwards may be those of another model
-    if any(map(values_change, observed.seen.values())):
+    if any(map(_may_read_others, without.values())):
+        return None
+    if not all(map(_may_move, observed.seen.values())):
         return None
     first = without[min(without)]
     lacks_replicas = not is_off and _lacks_all_reduces(observed)
@@ -299,6 +301,18 @@ def _check_without(observed: Observed) -> TrainingFault | None:
         first.place,
         is_certain=is_off,
     )
+
+
+def _may_read_others(optimizer: OptimizerSeen) -> bool:
+    """Whether an optimizer reads gradients of its own: torch's keep no state without a gradient."""
+    return optimizer.began_with_state or optimizer.keeps_state
+
+
+def _may_move(seen: TrainingSeen) -> bool:
+    """Whether an update with a gradient would change values, and none of the sampled ones did."""
+    rates = [each.rate for each in seen.updates]
+    rates += [] if seen.late is None else seen.late.rates.values()
+    return not values_change(seen) and (not rates or max(rates) > 0)
 
 
 def _lacks_all_reduces(observed: Observed) -> bool:
