@@ -304,8 +304,8 @@ def _check_without(observed: Observed) -> TrainingFault | None:
 
 
 def _may_read_others(optimizer: OptimizerSeen) -> bool:
-    """Whether an optimizer reads gradients of its own: torch's keep no state without a gradient."""
-    return optimizer.began_with_state or optimizer.keeps_state
+    """Whether an optimizer reads gradients of its own: torch's make no state without a gradient."""
+    return optimizer.keeps_state and not optimizer.began_with_state
 
 
 def _may_move(seen: TrainingSeen) -> bool:
