@@ -24,7 +24,12 @@ _REPEATS_MAY_DIFFER = frozenset({"seed", "inputs"})
 """Settings that may differ between repeats of one side; batches may have different lengths."""
 _PLAN_OF_THE_WHOLE = ("forward_prefetch", "backward_prefetch", "accumulation", "checkpointing")
 _ALWAYS_OBSERVED = (
-    *("dropout", "gradient_sync", "gradient_hooks", "inputs", "backwards", "recomputation"),
+    "dropout",
+    "gradient_sync",
+    "gradient_hooks",
+    "inputs",
+    "backwards",
+    "recomputation",
 )
 """Observed settings that are unknown where they are missing: in a run of an older version, or
 without a memory step. The plan states the recomputation of torch's wrappers."""

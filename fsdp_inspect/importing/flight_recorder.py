@@ -190,9 +190,8 @@ def _read_all(files: dict[int, Path]) -> tuple[dict[int, Dump], list[str]]:
             continue
         if dump.num_left_out:
             notes.append(
-                f"{file.name}: the first {plural(dump.num_left_out, 'entry', 'entries')} are left "
-                "out, because the last of them has no usable number or process group. Write the "
-                "dump again."
+                f"{file.name}: {plural(dump.num_left_out, 'entry', 'entries')} left out, because "
+                "one has no usable number or process group. Write the dump again."
             )
             if not dump.collectives:
                 notes.append(f"Rank {rank} is missing: none of its entries is left.")

@@ -397,8 +397,9 @@ def _wall_ns(other_values: dict[str, Any], origin_ns: int) -> int | None:
     if origin_ns > _UNIX_AGE_NS:
         return origin_ns
     base = read_whole(other_values.get("baseTimeNanoseconds"))
-    is_known = base is not None and _UNIX_AGE_NS < base < LATEST_NS - origin_ns
-    return base + origin_ns if base is not None and is_known else None
+    if base is None or not _UNIX_AGE_NS < base < LATEST_NS - origin_ns:
+        return None
+    return base + origin_ns
 
 
 def _device(other_values: dict[str, Any]) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class RunStatus(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "RunStatus | None":
-        return cls.CUT_OFF if value == "crashed" else None  # its name until 0.1
+        return cls.CUT_OFF if value == "crashed" else None  # its earlier name
 
 
 class ParameterTraits(Record):

@@ -5,8 +5,8 @@
 - Proof: at least three different batches are equal on ranks that split the data, or six of a later
   pass, with a backward after each. A note: a sampler shuffles, and two passes in a row begin with
   the same six different batches, or the loaders of a pipeline's first and last stage differ in each
-  of the first batches. What the models of the ranks of one tensor-parallel group receive
-  differs in all of the first batches.
+  of the first batches. What the models of the ranks of one tensor-parallel group receive differs in
+  all of the first batches.
 - Refuted by: one batch in all steps, as in a benchmark; ranks of one context-parallel group; what
   the model receives differs between the ranks, because each takes another part of the batch; a
   sampler that does not shuffle.

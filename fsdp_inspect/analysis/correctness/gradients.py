@@ -47,7 +47,6 @@ _EXPERT = "expert"
 
 def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
     """Find gradients that are not combined, or combined twice."""
-    holders = list(list_holders(observed))
     without = _check_without(observed)
     if without is not None:
         yield without
@@ -55,6 +54,7 @@ def check_gradients(observed: Observed) -> Iterator[TrainingFault]:
     if not any(each.updates for each in observed.seen.values()):
         observed.not_checked[TrainingCheck.GRADIENTS] = NO_SAMPLES
         return
+    holders = list(list_holders(observed))
     apart = _find_apart(observed, holders)
     if any(each.meets_again for each in apart):
         observed.not_checked[TrainingCheck.GRADIENTS] = APART

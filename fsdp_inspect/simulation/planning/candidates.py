@@ -189,13 +189,16 @@ def fix_candidate(job: Job, given: Mapping[str, Any]) -> Candidate:
             f"not divide {job.gpus} GPUs. Expected sizes whose product does. Change --set or "
             "--gpus."
         )
-    whole = candidate if "microbatches" in given else with_whole_batch(job, candidate)
-    if "microbatches" in given and job.batch_tokens not in (None, job.tokens_of_step(candidate)):
-        raise ConfigError(
-            f"Invalid --set microbatches={candidate.microbatches}: a step of all ranks then has "
-            f"{job.tokens_of_step(candidate)} tokens. Expected --batch-tokens {job.batch_tokens}. "
-            "Leave one of the two out."
-        )
+    if "microbatches" in given:
+        tokens = job.tokens_of_step(candidate)
+        if job.batch_tokens not in (None, tokens):
+            raise ConfigError(
+                f"Invalid --set microbatches={candidate.microbatches}: a step of all ranks then "
+                f"has {tokens} tokens. Expected --batch-tokens {job.batch_tokens}. Leave one of "
+                "the two out."
+            )
+        return candidate
+    whole = with_whole_batch(job, candidate)
     if whole is None:
         raise ConfigError(
             f"Invalid --batch-tokens {job.batch_tokens}: a microbatch of all ranks has "
